@@ -16,7 +16,7 @@ from eagle3nb.errors import UserError
 
 
 def project_root() -> Path:
-    """The folder that holds notebooks/ and params/: the nearest one above the working folder, else the package's own."""
+    """The folder that holds notebooks/ and params/: the nearest one above the working folder, else the package's."""
     here = Path.cwd().resolve()
     package = Path(__file__).resolve().parent.parent
     for folder in (here, *here.parents, package):
@@ -56,7 +56,8 @@ def atomic_write(path: str | Path, mode: str = "w"):
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise UserError(f"cannot write {shown(path)}: {error.strerror or error}; free space or choose another work_dir") from error
+        why = error.strerror or error
+        raise UserError(f"cannot write {shown(path)}: {why}; free space or choose another work_dir") from error
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

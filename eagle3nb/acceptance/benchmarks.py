@@ -1,0 +1,200 @@
+"""Prompts, and the target's greedy answers to them.
+
+An answer is taken some tokens beyond its end-of-turn or length limit: a drafted chain may run past the end, and engines
+count what it gets right there. Answers are kept by content, so that a second drafter costs no second decoding.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import xxhash
+
+from eagle3nb.errors import UserError
+from eagle3nb.files import resolve, shown, write_json
+from eagle3nb.progress import progress
+from eagle3nb.states.target import target_identity
+
+KEYS = {"id", "source", "messages"}
+LOOP_TOKENS = 24  # a shorter repeated tail is ordinary text: a ruler of dashes, three equal table cells
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation that waits for the assistant's turn; `ids` after rendering through the chat template."""
+
+    id: str
+    source: str
+    messages: tuple[dict, ...] = ()
+    ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The target's greedy answer. `ids` up to and with its end (end-of-turn, or the limit), `beyond` what follows."""
+
+    id: str
+    source: str
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    beyond: tuple[int, ...]
+    stopped: bool  # by an end-of-turn token, not by the limit
+    looping: bool
+
+    @property
+    def start(self) -> int:
+        """Position of the answer's first token."""
+        return len(self.prompt)
+
+    @property
+    def end(self) -> int:
+        """Position after the answer's last token."""
+        return len(self.prompt) + len(self.ids)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        """int32 [T]: prompt, answer and what lies beyond it."""
+        return np.array(self.prompt + self.ids + self.beyond, dtype=np.int32)
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Prompts of a JSONL file {"id", "source", "messages": [{"role", "content"}]}. UserError at the first fault."""
+    path = resolve(path)
+    if not path.is_file():
+        raise UserError(f"prompts: {shown(path)} does not exist; name a JSONL file of held-out prompts")
+    prompts, seen = [], {}
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        fault, prompt = _parse(line)
+        if prompt and prompt.id in seen:
+            fault = f"id {prompt.id!r} stands on line {seen[prompt.id]} already"
+        if fault:
+            raise UserError(f"prompts: {shown(path)} line {number}: {fault}; correct or remove the line")
+        seen[prompt.id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"prompts: {shown(path)} holds no prompt; a line is an object with id, source, messages")
+    return prompts
+
+
+def _parse(line: bytes) -> tuple[str, Prompt | None]:
+    """(fault, prompt): exactly one of them holds something."""
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return f"not valid JSON ({error})", None
+    if not isinstance(row, dict) or set(row) != KEYS:
+        return f"wants an object with exactly the keys {', '.join(sorted(KEYS))}", None
+    if not all(isinstance(row[key], str) and row[key] for key in ("id", "source")):
+        return "id and source want text that is not empty", None
+    if row["source"] == "all":
+        return "source \"all\" names the total; choose another name", None
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        return "messages wants a list that is not empty", None
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return "each message wants a role and a content of text", None
+    if messages[-1]["role"] == "assistant":
+        return "the last message is the assistant's, so nothing is left to answer", None
+    return "", Prompt(row["id"], row["source"], tuple(messages))
+
+
+def render(prompts: list[Prompt], tokenizer) -> list[Prompt]:
+    """The prompts with `ids`: the chat template's tokens up to where the assistant begins."""
+    def tokens(prompt: Prompt) -> tuple[int, ...]:
+        ids = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=False)
+        return tuple(int(token) for token in ids)
+    return [replace(prompt, ids=tokens(prompt)) for prompt in prompts]
+
+
+def looping(ids) -> bool:
+    """Whether an answer ends in a loop: its last 24 tokens or more are a block that stands there at least twice.
+
+    A block of p tokens loops when the longest tail with x[i] = x[i − p] spans max(2 p, 24) tokens or more, the first
+    block included. `ids` without its end-of-turn token. Quadratic in the length, at worst.
+    """
+    ids = np.asarray(ids)
+    for period in range(1, len(ids) // 2 + 1):
+        differs = np.flatnonzero(ids[period:] != ids[:-period])
+        tail = len(ids) - (int(differs[-1]) + 1 if len(differs) else 0)  # includes the first block
+        if tail >= max(2 * period, LOOP_TOKENS):
+            return True
+    return False
+
+
+def answers(target, prompts: list[Prompt], *, max_new_tokens: int, beyond: int, cache_dir: str | Path,
+            stop_ids=None, batch: int = 16) -> list[Answer]:
+    """The target's greedy answers to rendered prompts, in their order; decoded once, then read from `cache_dir`.
+
+    `stop_ids` end a turn (default: the target's). One JSON file an answer, named by the hash of the target's identity,
+    the prompt's ids and the settings, so that a cache can never be that of another target or template.
+    """
+    stop_ids = tuple(sorted(target.facts.eos if stop_ids is None else stop_ids))
+    settings = {"max_new_tokens": max_new_tokens, "beyond": beyond, "stop_ids": list(stop_ids)}
+    _check_lengths(target, prompts, max_new_tokens + beyond)
+    identity = target_identity(target.dir)
+    files = [Path(cache_dir) / f"{_key(identity, prompt, settings)}.json" for prompt in prompts]
+    kept = [_read(file, prompt) for file, prompt in zip(files, prompts, strict=True)]
+    missing = sorted((i for i, ids in enumerate(kept) if ids is None), key=lambda i: len(prompts[i].ids))
+    if missing:
+        with progress(len(missing), "answers", "prompts") as bar:
+            for first in range(0, len(missing), batch):
+                group = missing[first:first + batch]
+                texts = target.generate([list(prompts[i].ids) for i in group], max_new_tokens=max_new_tokens,
+                                        temperature=0.0, stop_ids=stop_ids, beyond=beyond, batch=batch)
+                for i, ids in zip(group, texts, strict=True):
+                    kept[i] = [int(token) for token in ids]
+                    write_json(files[i], {"prompt": list(prompts[i].ids), **settings, "ids": kept[i]})
+                bar.advance(len(group))
+    return [_answer(prompt, ids, settings) for prompt, ids in zip(prompts, kept, strict=True)]
+
+
+def _check_lengths(target, prompts: list[Prompt], room: int) -> None:
+    """Every prompt rendered, and short enough for the target's context with the answer behind it."""
+    for prompt in prompts:
+        if not prompt.ids:
+            raise ValueError(f"prompt {prompt.id} is not rendered: call render first")
+        if len(prompt.ids) + room > target.facts.max_positions:
+            raise UserError(f"prompt {prompt.id}: {len(prompt.ids)} tokens and {room} to answer pass the target's "
+                            f"{target.facts.max_positions} positions; shorten it or lower max_new_tokens")
+
+
+def _key(identity: dict, prompt: Prompt, settings: dict) -> str:
+    text = json.dumps([identity, list(prompt.ids), settings], sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _read(file: Path, prompt: Prompt) -> list[int] | None:
+    """The kept answer; None where there is none. A damaged file is no answer: it is decoded again."""
+    try:
+        row = json.loads(file.read_text(encoding="utf-8"))
+        return row["ids"] if row["prompt"] == list(prompt.ids) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _answer(prompt: Prompt, ids: list[int], settings: dict) -> Answer:
+    """Cuts the decoded ids at the first stop token, or at the limit."""
+    limit, stops = settings["max_new_tokens"], set(settings["stop_ids"])
+    stop = next((i for i, token in enumerate(ids[:limit]) if token in stops), None)
+    length = limit if stop is None else stop + 1
+    if len(ids) < length + settings["beyond"]:
+        raise ValueError(f"prompt {prompt.id}: {len(ids)} ids decoded, {length + settings['beyond']} asked")
+    beyond = tuple(ids[length:length + settings["beyond"]])
+    loops = looping(ids[:length if stop is None else stop])
+    return Answer(prompt.id, prompt.source, prompt.ids, tuple(ids[:length]), beyond, stop is not None, loops)
+
+
+def overview(answers: list[Answer]) -> pd.DataFrame:
+    """A row a source and the total: prompts, prompt and answer tokens, stopped by end-of-turn, looping."""
+    table = pd.DataFrame({"source": [a.source for a in answers], "prompts": 1,
+                          "prompt tokens": [len(a.prompt) for a in answers],
+                          "answer tokens": [len(a.ids) for a in answers],
+                          "stopped": [int(a.stopped) for a in answers], "looping": [int(a.looping) for a in answers]})
+    by_source = table.groupby("source", as_index=False).sum()
+    total = table.drop(columns="source").sum().to_frame().T.assign(source="all")
+    return pd.concat([by_source, total[by_source.columns]], ignore_index=True)

@@ -1,0 +1,1 @@
+"""Tokenised conversations: reading, masks, audit, merge, draft vocabulary. Uses only the base modules."""

@@ -1,0 +1,266 @@
+"""Reading dataset directories: `<data_root>/<dataset>/**/*.jsonl[.gz|.zst]`, one JSON object a line.
+
+    {"id": "…", "input_ids": [1, 5, …], "loss_mask": [0, 1, …], "messages": […]}
+
+Also accepted: `prompt_ids` + `response_ids`, and as text `prompt` + `response` or `messages`/`conversations`, which the
+target's chat template renders. A line that cannot be used comes back as a Fault with its file and line, never as an
+exception: whoever reads decides what a fault costs.
+"""
+
+import difflib
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+import zstandard
+from jinja2 import TemplateError
+
+from eagle3nb.corpus.masks import encode, render
+from eagle3nb.errors import UserError
+from eagle3nb.files import resolve, shown
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset directory. `files` may be empty: the audit says so."""
+
+    name: str
+    path: Path
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One usable line. `mask` is the record's own, None where it brought none."""
+
+    ids: np.ndarray  # int32[T]
+    mask: np.ndarray | None  # uint8[T]
+    messages: list[dict] | None
+    id: str | None
+    source: str
+    file: str  # as a record may show it
+    line: int  # 1-based
+    raw: bytes | None = None  # the line's bytes, without the line break
+    offset: int | None = None  # where they begin in an uncompressed file; None otherwise
+    tools: list | None = None
+    plain: bool = False  # the line holds `input_ids` and `loss_mask` as they are: its bytes can be kept
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One unusable line. rule: json_invalid, schema, length_mismatch, mask_values, empty_row or token_out_of_range."""
+
+    source: str
+    file: str
+    line: int
+    rule: str
+    detail: str
+
+
+class Unusable(Exception):  # noqa: N818 (not an error to the reader: it becomes a Fault)
+    """Raised while one line is read: (rule, detail)."""
+
+
+def find_sources(data_root: str | Path, exclude=()) -> list[Source]:
+    """Every dataset directory below `data_root`, by name, without the excluded ones.
+
+    An entry of `exclude` is a directory's name or its part before the first "_": "A1" matches A1_longform. Raises
+    UserError where the root is missing or holds no dataset, or where an entry matches nothing.
+    """
+    root = resolve(data_root)
+    if not root.is_dir():
+        raise UserError(f"data_root {shown(root)} does not exist; give the folder that holds the dataset directories")
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    if not folders:
+        raise UserError(f"data_root {shown(root)} holds no dataset directory; expected <data_root>/<dataset>/*.jsonl")
+    sources = [Source(path.name, path, _files(path)) for path in folders]
+    kept = [source for source in sources if not is_excluded(source.name, exclude)]
+    for entry in exclude:
+        if not any(is_excluded(source.name, [entry]) for source in sources):
+            near = difflib.get_close_matches(entry, [source.name for source in sources], n=1, cutoff=0)
+            raise UserError(f"exclude: {entry!r} matches no dataset in {shown(root)}; did you mean {near[0]!r}?")
+    if not kept:
+        raise UserError(f"exclude leaves no dataset of {shown(root)}; shorten the list")
+    return kept
+
+
+def is_excluded(name: str, exclude) -> bool:
+    """True if an entry is the name, or its part before the first underscore."""
+    return any(entry in (name, name.split("_", 1)[0]) for entry in exclude)
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    return tuple(sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith(SUFFIXES)
+                        and not path.name.startswith(".")))
+
+
+def read_records(source: Source, *, vocab_size: int, tokenizer=None, limit: int = 0) -> Iterator[Record | Fault]:
+    """Each line of the source as a Record or a Fault, in file order; at most `limit` lines where it is not 0.
+
+    `tokenizer` renders text rows; without one they are `schema` faults. Empty lines are no rows.
+    """
+    count = 0
+    for path in source.files:
+        name = f"{source.name}/{path.relative_to(source.path).as_posix()}"
+        lines = read_lines(path)
+        number = 0
+        while True:
+            try:
+                number, offset, raw = next(lines)
+                item = _record(raw, offset, source.name, name, number, vocab_size, tokenizer)
+            except StopIteration:
+                break
+            except Unusable as unusable:
+                item = Fault(source.name, name, number, *unusable.args)
+            except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:  # cut short or damaged
+                yield Fault(source.name, name, number + 1, "json_invalid", f"file cannot be read on: {error}")
+                break
+            yield item
+            count += 1
+            if count == limit:
+                return
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, int | None, bytes]]:
+    """(line number from 1, byte offset or None where compressed, bytes) of every line that is not blank."""
+    offset = 0
+    lines = _zst_lines(path) if path.suffix == ".zst" else _plain_lines(path)
+    for number, line in enumerate(lines, 1):
+        raw = line.strip()
+        if raw:
+            lead = len(line) - len(line.lstrip())
+            yield number, offset + lead if path.suffix == ".jsonl" else None, raw
+        offset += len(line)
+
+
+def _plain_lines(path: Path) -> Iterator[bytes]:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb", buffering=1 << 20) as handle:
+        yield from handle
+
+
+def _zst_lines(path: Path) -> Iterator[bytes]:
+    """Lines of a file of any number of frames. zstandard's own reader takes a frame cut short for the end."""
+    frame, rest = zstandard.ZstdDecompressor().decompressobj(), b""
+    with open(path, "rb") as handle:
+        while chunk := handle.read(1 << 18):
+            while chunk:
+                if frame.eof:
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+                *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
+                yield from (line + b"\n" for line in lines)
+                chunk = frame.unused_data
+    if rest:
+        yield rest
+    if not frame.eof:
+        raise EOFError("the last zstd frame is cut short")
+
+
+def _record(raw, offset, source, file, line, vocab_size, tokenizer) -> Record:
+    try:
+        row = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Unusable("json_invalid", str(error)) from None
+    if not isinstance(row, dict):
+        raise Unusable("schema", "the line is not a JSON object")
+    messages, tools = _messages(row), row.get("tools")
+    ids, mask = _tokens(row, messages, tools, vocab_size, tokenizer)
+    name, tools = row.get("id"), tools if isinstance(tools, list) else None
+    plain = "input_ids" in row and mask is not None and not isinstance(row["loss_mask"][0], bool)
+    name = None if name is None else str(name)
+    return Record(ids, mask, messages, name, source, file, line, raw, offset, tools, plain)
+
+
+def _tokens(row, messages, tools, vocab_size, tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
+    """(ids, mask or None) of a parsed row, checked."""
+    if "input_ids" in row:
+        ids = _ids(row["input_ids"], "input_ids", vocab_size)
+        mask = None if row.get("loss_mask") is None else _mask(row["loss_mask"], len(ids))
+    elif "prompt_ids" in row and "response_ids" in row:
+        prompt = _ids(row["prompt_ids"], "prompt_ids", vocab_size)
+        response = _ids(row["response_ids"], "response_ids", vocab_size)
+        ids = np.concatenate([prompt, response])
+        mask = np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(response)])
+    elif messages:
+        ids, mask = _rendered(messages, tools, vocab_size, tokenizer), None
+    else:
+        raise Unusable("schema", f"no input_ids, prompt_ids + response_ids or text; keys: {', '.join(list(row)[:8])}")
+    if not len(ids):
+        raise Unusable("empty_row", "no tokens")
+    return ids, mask
+
+
+def _array(values, name: str) -> np.ndarray:
+    """A flat array of a JSON list, of whatever dtype its numbers have."""
+    if not isinstance(values, list):
+        raise Unusable("schema", f"{name} is not a list")
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):
+        raise Unusable("schema", f"{name} is not a flat list of numbers") from None
+    if array.ndim != 1 or array.dtype.kind not in "iubf":
+        raise Unusable("schema", f"{name} is not a flat list of numbers")
+    return array
+
+
+def _ids(values, name: str, vocab_size: int) -> np.ndarray:
+    array = _array(values, name)
+    if not len(array):
+        return array.astype(np.int32)
+    if array.dtype.kind not in "iu":
+        raise Unusable("schema", f"{name} holds numbers that are not integers")
+    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(wrong):
+        at, more = int(wrong[0]), f" ({len(wrong)} such tokens in the row)" if len(wrong) > 1 else ""
+        detail = f"{name}[{at}] = {array[at]}, the vocabulary has {vocab_size} tokens{more}"
+        raise Unusable("token_out_of_range", detail)
+    return array.astype(np.int32)
+
+
+def _mask(values, length: int) -> np.ndarray:
+    array = _array(values, "loss_mask")
+    if len(array) != length:
+        raise Unusable("length_mismatch", f"loss_mask has {len(array)} values for {length} tokens")
+    wrong = np.flatnonzero((array != 0) & (array != 1))
+    if len(wrong) or (length and array.dtype.kind == "f"):
+        at = int(wrong[0]) if len(wrong) else 0
+        raise Unusable("mask_values", f"loss_mask[{at}] = {array[at]}, allowed are the integers 0 and 1")
+    return array.astype(np.uint8)
+
+
+def _messages(row: dict) -> list[dict] | None:
+    """The conversation as role/content messages, whatever dialect it came in; None where the row has none."""
+    turns = row.get("messages") or row.get("conversations")
+    if turns is None and "prompt" in row and "response" in row:
+        prompt = row["prompt"]
+        turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        turns = [*turns, {"role": "assistant", "content": row["response"]}]
+    if turns is None:
+        return None
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise Unusable("schema", "messages is not a list of objects")
+    return [_message(turn) for turn in turns]
+
+
+def _message(turn: dict) -> dict:
+    if "from" in turn and "role" not in turn:
+        turn = {"role": turn["from"], "content": turn.get("value")}
+    role = turn.get("role")
+    if not isinstance(role, str):
+        raise Unusable("schema", "a message has no role")
+    return {**turn, "role": ROLES.get(role, role)}
+
+
+def _rendered(messages, tools, vocab_size: int, tokenizer) -> np.ndarray:
+    if tokenizer is None:
+        raise Unusable("schema", "the row is text, and no tokenizer was given")
+    try:
+        return _ids(encode(tokenizer, render(tokenizer, messages, tools=tools)), "the rendered text", vocab_size)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise Unusable("schema", f"the chat template refuses the row: {error}") from None

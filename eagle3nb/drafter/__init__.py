@@ -1,0 +1,1 @@
+"""The draft model: its layer, training-time test, counting, checkpoints, export."""

@@ -139,17 +139,16 @@ def answers(target, prompts: list[Prompt], *, max_new_tokens: int, beyond: int, 
     identity = target_identity(target.dir)
     files = [Path(cache_dir) / f"{_key(identity, prompt, settings)}.json" for prompt in prompts]
     kept = [_read(file, prompt) for file, prompt in zip(files, prompts, strict=True)]
-    missing = sorted((i for i, ids in enumerate(kept) if ids is None), key=lambda i: len(prompts[i].ids))
+    missing = [i for i, ids in enumerate(kept) if ids is None]
     if missing:
         with progress(len(missing), "answers", "prompts") as bar:
-            for first in range(0, len(missing), batch):
-                group = missing[first:first + batch]
-                texts = target.generate([list(prompts[i].ids) for i in group], max_new_tokens=max_new_tokens,
-                                        temperature=0.0, stop_ids=stop_ids, beyond=beyond, batch=batch)
-                for i, ids in zip(group, texts, strict=True):
-                    kept[i] = [int(token) for token in ids]
-                    write_json(files[i], {"prompt": list(prompts[i].ids), **settings, "ids": kept[i]})
-                bar.advance(len(group))
+            def keep(index: int, ids) -> None:  # at once, so that a run that dies loses only what was under way
+                i = missing[index]
+                kept[i] = [int(token) for token in ids]
+                write_json(files[i], {"prompt": list(prompts[i].ids), **settings, "ids": kept[i]})
+                bar.advance(1)
+            target.generate([list(prompts[i].ids) for i in missing], max_new_tokens=max_new_tokens, temperature=0.0,
+                            stop_ids=stop_ids, beyond=beyond, batch=batch, done=keep)
     return [_answer(prompt, ids, settings) for prompt, ids in zip(prompts, kept, strict=True)]
 
 

@@ -92,12 +92,13 @@ class Target:
     def __init__(self, folder, eos=(30,)):
         self.dir, self.facts, self.asked = folder, SimpleNamespace(eos=eos, max_positions=100), []
 
-    def generate(self, prompts, *, max_new_tokens, temperature, stop_ids, beyond, batch):
+    def generate(self, prompts, *, max_new_tokens, temperature, stop_ids, beyond, batch, done):
         self.asked += prompts
         assert temperature == 0.0
         texts = [list(range(p[-1] + 1, p[-1] + 1 + max_new_tokens)) for p in prompts]
         ends = [next((i + 1 for i, t in enumerate(text) if t in stop_ids), max_new_tokens) for text in texts]
-        return [list(range(p[-1] + 1, p[-1] + 1 + end + beyond)) for p, end in zip(prompts, ends, strict=True)]
+        for i in reversed(range(len(prompts))):  # rows finish in any order
+            done(i, list(range(prompts[i][-1] + 1, prompts[i][-1] + 1 + ends[i] + beyond)))
 
 
 @pytest.fixture

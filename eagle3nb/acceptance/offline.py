@@ -1,0 +1,186 @@
+"""Acceptance length offline: one pass of the drafter over the target's answers tells what a server would count.
+
+The states are computed anew by the same fp32 target, never read from a bf16 or fp8 store: a rounded state may flip a
+draft. Chains of the largest length serve all shorter ones. Intervals are percentile bootstraps over prompts of a ratio
+of sums, 1 + Σ accepted / Σ verifies: prompts are what was sampled, and their verifies depend on each other.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+
+from eagle3nb.corpus.masks import counted_slots
+from eagle3nb.drafter import metrics, ttt
+from eagle3nb.progress import progress
+
+COUNTS = ["verifies", "accepted", "delivered"]
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The drafter's chains over one answer."""
+
+    answer: object  # benchmarks.Answer
+    hits: np.ndarray  # bool [K, T]: step k from slot t drafted x[t+2+k]
+
+    def walk(self, steps: int) -> metrics.Walk:
+        return metrics.walk(self.hits, self.answer.start, self.answer.end, steps)
+
+
+def chains(target, drafter, answers, steps_max: int, *, batch_tokens: int = 4096) -> list[Chains]:
+    """Chains of `steps_max` drafts from every slot a server could stand at, in the order of `answers`.
+
+    Raises ValueError where an answer was not taken `steps_max` tokens beyond its end: chains that run past it would be
+    counted as misses.
+    """
+    if short := [answer.id for answer in answers if len(answer.beyond) < steps_max]:
+        raise ValueError(f"answers {short[:3]} were taken fewer than {steps_max} tokens beyond their end")
+    found = [None] * len(answers)
+    with progress(len(answers), "walk", "answers") as bar:
+        for group in length_batches([len(answer.sequence) for answer in answers], batch_tokens):
+            states = target.capture([answers[i].sequence.tolist() for i in group])
+            for i, (aux, _last) in zip(group, states, strict=True):
+                found[i] = Chains(answers[i], chain_hits(drafter, answers[i], aux, steps_max))
+            bar.advance(len(group))
+    return found
+
+
+def chain_hits(drafter, answer, aux: torch.Tensor, K: int) -> np.ndarray:
+    """bool [K, T] of one answer, from the target's features aux [T, 3h]; False outside the slots of its verifies."""
+    ids = answer.sequence
+    # A verify has at least the answer's last token to bring, so none stands behind end − 3.
+    slots = torch.arange(answer.start - 1, max(answer.end - 2, answer.start - 1))
+    predicted = ttt.chain(drafter, ids, aux.to(drafter.fc.weight.device), K, slots)
+    return metrics.chain_hits(np.asarray(predicted), ids)
+
+
+def length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
+    """Indices in groups of like length, at most `batch_tokens` a group with its padding (one row at least)."""
+    groups, group = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if group and lengths[i] * (len(group) + 1) > batch_tokens:
+            groups.append(group)
+            group = []
+        group.append(i)
+    return [*groups, group] if group else groups
+
+
+def counts(found: list[Chains], steps: list[int]) -> pd.DataFrame:
+    """A row a prompt and number of steps: id, source, looping, steps, tokens, verifies, accepted, delivered."""
+    rows = []
+    for chain in found:
+        for number in steps:
+            walk, answer = chain.walk(number), chain.answer
+            rows.append({"id": answer.id, "source": answer.source, "looping": answer.looping, "steps": number,
+                         "tokens": len(answer.ids), "verifies": walk.verifies, "accepted": walk.accepted,
+                         "delivered": walk.delivered})
+    return pd.DataFrame(rows)
+
+
+def interval(accepted, verifies, *, bootstrap: int, seed: int, level: float = 0.95) -> tuple[float, float]:
+    """Percentile interval of 1 + Σ accepted / Σ verifies over resampled prompts. (nan, nan) without a verify.
+
+    One seed draws the same prompts for every number of steps, so that intervals beside each other are paired.
+    """
+    accepted, verifies = np.asarray(accepted, dtype=np.float64), np.asarray(verifies, dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(len(accepted), size=(bootstrap, len(accepted)))
+    below = verifies[drawn].sum(axis=1)
+    taus = 1 + accepted[drawn].sum(axis=1)[below > 0] / below[below > 0]
+    if not len(taus):
+        return float("nan"), float("nan")
+    return tuple(float(q) for q in np.quantile(taus, [(1 - level) / 2, (1 + level) / 2]))
+
+
+def row(table: pd.DataFrame, *, bootstrap: int, seed: int, **keys) -> dict:
+    """Sums over prompts, τ with its interval, and tokens delivered a verify; None where nothing was verified."""
+    sums = {name: int(table[name].sum()) for name in COUNTS}
+    measured = {"tau": None, "low": None, "high": None, "delivered_per_verify": None}
+    if sums["verifies"]:
+        low, high = interval(table["accepted"], table["verifies"], bootstrap=bootstrap, seed=seed)
+        measured = {"tau": metrics.acceptance_length(sums["verifies"], sums["accepted"]), "low": low, "high": high,
+                    "delivered_per_verify": sums["delivered"] / sums["verifies"]}
+    return {**keys, **measured, "prompts": len(table), "tokens": int(table["tokens"].sum()), **sums}
+
+
+def acceptance(table: pd.DataFrame, *, bootstrap: int, seed: int) -> list[dict]:
+    """Rows {steps, source, tau, low, high, …} of `counts`: source "all" is the total, then each source by name."""
+    rows = []
+    for steps, part in table.groupby("steps"):
+        groups = [("all", part), *part.groupby("source")]
+        rows += [row(group, bootstrap=bootstrap, seed=seed, steps=int(steps), source=name) for name, group in groups]
+    return rows
+
+
+def degenerate(table: pd.DataFrame, *, bootstrap: int, seed: int) -> list[dict]:
+    """Rows {steps, answers: "looping" | "not looping", …}: a loop is easy to draft, so it flatters the total."""
+    rows = []
+    for steps, part in table.groupby("steps"):
+        for loops, name in ((False, "not looping"), (True, "looping")):
+            group = part[part["looping"] == loops]
+            rows.append(row(group, bootstrap=bootstrap, seed=seed, steps=int(steps), answers=name))
+    return rows
+
+
+def by_position(found: list[Chains], steps: int) -> list[dict]:
+    """Rows {position 1..steps, reached, accepted, conditional, joint}: where in the chain drafts fail.
+
+    `reached`: verifies whose earlier drafts were all right. conditional = accepted / reached, joint = accepted /
+    verifies; None without any.
+    """
+    walks = [chain.walk(steps) for chain in found]
+    verifies = sum(walk.verifies for walk in walks)
+    accepted = sum((walk.per_position for walk in walks), np.zeros(steps, dtype=np.int64))
+    rows, reached = [], verifies
+    for position, right in enumerate(accepted.tolist(), start=1):
+        rows.append({"position": position, "reached": reached, "accepted": right,
+                     "conditional": right / reached if reached else None,
+                     "joint": right / verifies if verifies else None})
+        reached = right
+    return rows
+
+
+def formulas(found: list[Chains], in_draft: np.ndarray, steps: int) -> list[dict]:
+    """What others print for the same drafts, beside the walk: rows {figure, value, who}. `in_draft` bool [V]."""
+    hits = np.concatenate([chain.hits[:steps] for chain in found], axis=1)
+    counted = np.concatenate([_counted(chain.answer, in_draft, steps) for chain in found], axis=1)
+    others = metrics.formulas(hits, counted)
+    walks = [chain.walk(steps) for chain in found]
+    verifies, accepted = sum(w.verifies for w in walks), sum(w.accepted for w in walks)
+    tokens = sum(len(chain.answer.ids) for chain in found)
+    return [
+        {"figure": "1 + accepted / verifies", "value": metrics.acceptance_length(verifies, accepted),
+         "who": "this walk; SGLang's sums, vLLM"},
+        {"figure": "delivered / verifies", "value": sum(w.delivered for w in walks) / max(verifies, 1),
+         "who": "what the user gets"},
+        {"figure": "completion tokens / verifies", "value": tokens / max(verifies, 1),
+         "who": "SGLang spec_accept_length (counts the prefill's token)"},
+        {"figure": "Σ Π marginals", "value": others["product"], "who": "SpecForge, TorchSpec (no +1)"},
+        {"figure": "1 + Σ Π marginals", "value": others["one_plus_product"], "who": "Model-Optimizer"},
+        {"figure": "1 + Σ joint prefix", "value": others["one_plus_joint"], "who": "NeMo Automodel"}]
+
+
+def _counted(answer, in_draft: np.ndarray, K: int) -> np.ndarray:
+    """bool [K, T]: slots and steps inside the answer that a server can reach."""
+    ids, mask = answer.sequence, np.zeros(len(answer.sequence), dtype=np.uint8)
+    mask[answer.start:answer.end] = 1
+    return counted_slots(mask, in_draft[ids], K)
+
+
+def console(rows: list[dict], steps: int) -> list[str]:
+    """Table lines for a terminal: the total by number of draft steps, then each source at `steps`."""
+    lines = ["Acceptance length (walk over the target's greedy answers, 95 % interval over prompts)",
+             f"  {'draft steps':<20}{'tau':>6}   {'interval':<15}{'verifies':>9}{'accepted':>9}{'delivered':>10}"]
+    chosen = [(str(r["steps"]), r) for r in rows if r["source"] == "all"]
+    chosen += [(None, None)] + [(r["source"], r) for r in rows if r["source"] != "all" and r["steps"] == steps]
+    for name, r in chosen:
+        if r is None:
+            lines.append(f"  by source, {steps} draft steps")
+        elif r["tau"] is None:
+            lines.append(f"  {name:<20}{'–':>6}   {'no verify':<15}{0:>9}{0:>9}{0:>10}")
+        else:
+            between = f"{r['low']:.2f} – {r['high']:.2f}"
+            lines.append(f"  {name:<20}{r['tau']:>6.2f}   {between:<15}"
+                         f"{r['verifies']:>9}{r['accepted']:>9}{r['delivered']:>10}")
+    return lines

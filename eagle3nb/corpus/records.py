@@ -101,15 +101,17 @@ def _files(folder: Path) -> tuple[Path, ...]:
                         and not path.name.startswith(".")))
 
 
-def read_records(source: Source, *, vocab_size: int, tokenizer=None, limit: int = 0) -> Iterator[Record | Fault]:
+def read_records(source: Source, *, vocab_size: int, tokenizer=None, limit: int = 0,
+                 bar=None) -> Iterator[Record | Fault]:
     """Each line of the source as a Record or a Fault, in file order; at most `limit` lines where it is not 0.
 
-    `tokenizer` renders text rows; without one they are `schema` faults. Empty lines are no rows.
+    `tokenizer` renders text rows; without one they are `schema` faults. Blank lines are no rows. `bar` (progress) is
+    advanced by the bytes read off the disk.
     """
     count = 0
     for path in source.files:
         name = f"{source.name}/{path.relative_to(source.path).as_posix()}"
-        lines = read_lines(path)
+        lines = read_lines(path, bar)
         number = 0
         while True:
             try:
@@ -128,34 +130,34 @@ def read_records(source: Source, *, vocab_size: int, tokenizer=None, limit: int 
                 return
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, int | None, bytes]]:
+def read_lines(path: Path, bar=None) -> Iterator[tuple[int, int | None, bytes]]:
     """(line number from 1, byte offset or None where compressed, bytes) of every line that is not blank."""
-    offset = 0
-    lines = _zst_lines(path) if path.suffix == ".zst" else _plain_lines(path)
-    for number, line in enumerate(lines, 1):
-        raw = line.strip()
-        if raw:
-            lead = len(line) - len(line.lstrip())
-            yield number, offset + lead if path.suffix == ".jsonl" else None, raw
-        offset += len(line)
+    offset = told = 0
+    with open(path, "rb", buffering=1 << 20) as handle:
+        unpack = {".gz": lambda packed: gzip.GzipFile(fileobj=packed), ".zst": _zst_lines}.get(path.suffix, iter)
+        for number, line in enumerate(unpack(handle), 1):
+            raw = line.strip()
+            if raw:
+                lead = len(line) - len(line.lstrip())
+                yield number, offset + lead if path.suffix == ".jsonl" else None, raw
+            offset += len(line)
+            if bar and handle.tell() - told > 1 << 20:
+                bar.advance(handle.tell() - told)
+                told = handle.tell()
+        if bar:
+            bar.advance(handle.tell() - told)
 
 
-def _plain_lines(path: Path) -> Iterator[bytes]:
-    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb", buffering=1 << 20) as handle:
-        yield from handle
-
-
-def _zst_lines(path: Path) -> Iterator[bytes]:
+def _zst_lines(handle) -> Iterator[bytes]:
     """Lines of a file of any number of frames. zstandard's own reader takes a frame cut short for the end."""
     frame, rest = zstandard.ZstdDecompressor().decompressobj(), b""
-    with open(path, "rb") as handle:
-        while chunk := handle.read(1 << 18):
-            while chunk:
-                if frame.eof:
-                    frame = zstandard.ZstdDecompressor().decompressobj()
-                *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
-                yield from (line + b"\n" for line in lines)
-                chunk = frame.unused_data
+    while chunk := handle.read(1 << 18):
+        while chunk:
+            if frame.eof:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+            *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
+            yield from (line + b"\n" for line in lines)
+            chunk = frame.unused_data
     if rest:
         yield rest
     if not frame.eof:

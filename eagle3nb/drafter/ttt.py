@@ -5,12 +5,16 @@ sees step 0's keys and its own later ones, never another slot's output. So every
 step.
 """
 
+from dataclasses import dataclass, fields
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from eagle3nb.drafter.attention import ttt_attention
+from eagle3nb.drafter.loss import soft_cross_entropy
 from eagle3nb.drafter.model import DraftModel
+from eagle3nb.drafter.packing import Pack
 
 
 def steps(model: DraftModel, ids: Tensor, aux: Tensor, starts: Tensor, slots: list[Tensor]) -> list[Tensor]:
@@ -64,3 +68,67 @@ def chain(model: DraftModel, ids, aux: Tensor, K: int, slots=None) -> np.ndarray
 def drafted(model: DraftModel, h2: Tensor, block: int = 1024) -> Tensor:
     """argmax over D, int64 [N], without holding [N, D]."""
     return torch.cat([model.logits(rows).argmax(-1) for rows in h2.split(block)])
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Per step k of the chain, summed over packs: loss and accuracies. float64 and int64 [K]."""
+
+    loss: np.ndarray           # summed over loss-bearing slots, unweighted
+    bearing: np.ndarray        # loss-bearing slots
+    counted: np.ndarray        # slots that count; a counted slot without loss is a miss
+    hits: np.ndarray           # argmax over D is the teacher's argmax
+
+    def __add__(self, other: "StepCounts") -> "StepCounts":
+        return StepCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def mean_loss(self) -> np.ndarray:
+        return self.loss / np.maximum(self.bearing, 1)
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        return self.hits / np.maximum(self.counted, 1)
+
+
+def loss_scales(packs: list[Pack], decay: float, average: str) -> list[list[Tensor]]:
+    """For each pack and step, each loss-bearing slot's weight, float32 [n]: decay^k over the optimiser step's number.
+
+    average "slot": every loss-bearing slot of step k weighs the same over all packs. "document": every document that
+    has one does, its slots sharing its weight. A step without any weighs nothing.
+    """
+    bearing = [pack.bearing for pack in packs]
+    scales = [[] for _ in packs]
+    for k in range(len(packs[0].slots)):
+        slots = [pack.slots[k][mask[k]] for pack, mask in zip(packs, bearing, strict=True)]
+        if average == "slot":
+            total = sum(len(at) for at in slots)
+            shares = [torch.full((len(at),), 1 / max(total, 1)) for at in slots]
+        else:
+            sizes = [torch.bincount(pack.documents[at]) for pack, at in zip(packs, slots, strict=True)]
+            total = sum(int((size > 0).sum()) for size in sizes)
+            shares = [1 / (size[pack.documents[at]] * total)
+                      for pack, at, size in zip(packs, slots, sizes, strict=True)]
+        for scale, share in zip(scales, shares, strict=True):
+            scale.append(decay ** k * share.float())
+    return scales
+
+
+def pack_loss(model: DraftModel, pack: Pack, teacher_head: Tensor, scales: list[Tensor]
+              ) -> tuple[Tensor, StepCounts, list[Tensor]]:
+    """The pack's part of the optimiser step's loss (scalar), its counts, and for each step hits bool [N_k].
+
+    teacher_head [D, h]: the target's lm_head rows of D; scales as from loss_scales.
+    """
+    outputs, bearing = steps(model, pack.ids, pack.aux, pack.starts, pack.slots), pack.bearing
+    student = torch.cat([model.norm(h2[mask]) for h2, mask in zip(outputs, bearing, strict=True)])       # [n, h]
+    rows = torch.cat([row[mask] for row, mask in zip(pack.rows, bearing, strict=True)])
+    loss, each, argmax = soft_cross_entropy(student, model.lm_head.weight, pack.last, teacher_head, rows,
+                                            torch.cat(scales).to(student.device))
+    sizes = [int(mask.sum()) for mask in bearing]
+    hits = []
+    for mask, right in zip(bearing, (argmax == pack.label[rows]).split(sizes), strict=True):
+        hits.append(mask.clone().masked_scatter_(mask, right))
+    counts = StepCounts(np.array([part.double().sum().item() for part in each.split(sizes)]), np.array(sizes),
+                        np.array([len(at) for at in pack.slots]), np.array([int(hit.sum()) for hit in hits]))
+    return loss, counts, hits

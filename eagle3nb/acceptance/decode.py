@@ -94,7 +94,8 @@ def decode(target, drafter, prompt, *, steps: int, max_new_tokens: int, stop_ids
         text, margins = text + greedy[:n + 1], margins + gaps[:n + 1]
         accepted.append(n)
         draft_margins.append(tuple(doubts))
-        cache.crop(len(prompt) + len(text) - 1)  # the newest token has no key yet
+        if n < len(drafted):
+            cache.crop(n - len(drafted))  # a negative number removes: the rejected drafts' keys
         aux, fed = aux[:n + 1], torch.tensor(greedy[:n + 1])
     length = next((i + 1 for i, token in enumerate(text[:max_new_tokens]) if token in stops), max_new_tokens)
     return Decode(tuple(text[:length]), tuple(accepted), tuple(margins[:length]), tuple(draft_margins),
@@ -132,3 +133,19 @@ def difference(answer, decoded: Decode, walked) -> dict:
 
 def _first_difference(a: tuple, b: tuple) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def speeds(runs: dict[str, list[Decode]]) -> list[dict]:
+    """Rows of tokens a second after the prefill, one a run of the same prompts; speed-up against the first run.
+
+    One sequence at a time and plain PyTorch: it tells the machine's ratio of drafts to verifies, not an engine's speed.
+    """
+    rows = []
+    for name, decodes in runs.items():
+        tokens, seconds = sum(len(d.ids) - 1 for d in decodes), sum(d.decode_s for d in decodes)
+        rate = tokens / seconds if seconds else 0.0
+        first = rows[0]["tokens_per_s"] if rows else rate
+        rows.append({"decode": name, "prompts": len(decodes), "tokens": tokens,
+                     "verifies": sum(len(d.accepted) for d in decodes), "seconds": seconds, "tokens_per_s": rate,
+                     "speedup": rate / first if first else None})
+    return rows

@@ -90,9 +90,10 @@ def decide(record: Record, number: int, rules: Rules) -> Decision:
 
 def _prefixes(record: Record, rules: Rules) -> tuple[np.ndarray | None, bool]:
     """(mask by prefix rendering or None, True if messages were there but the derivation does not apply)."""
-    if not record.messages or rules.tokenizer is None:
+    if not record.messages or rules.tokenizer is None or rules.markers is None:
         return None, False
-    derived = mask_from_prefixes(record.messages, rules.tokenizer, record.tools)
+    stable = rules.markers.stable
+    derived = mask_from_prefixes(record.messages, rules.tokenizer, record.tools) if stable else None
     if derived is None or not np.array_equal(derived[0], record.ids):
         return None, True
     return derived[1], False

@@ -30,6 +30,7 @@ class Markers:
     opens: tuple[tuple[int, ...], ...]  # assistant headers, the longest first
     end_of_turn: int
     special_ids: tuple[int, ...]  # special tokens that the template speaks of; the draft vocabulary must hold them
+    stable: bool = True  # one header for generation, the last turn and earlier ones: prefix rendering applies
 
 
 def render(tokenizer, messages: list[dict], *, generation: bool = False, tools=None) -> str:
@@ -48,14 +49,16 @@ def find_markers(tokenizer) -> Markers:
         whole = render(tokenizer, [_user(USERS[0]), _assistant(ANSWERS[0])])
     except (TemplateError, ValueError) as error:
         raise UserError(f"the target's chat template renders no conversation ({error}); use a chat model") from None
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     tail = encode(tokenizer, whole[whole.rfind(ANSWERS[0]) + len(ANSWERS[0]):])
     ends = [token for token in tail if token in special]
-    opens = _headers(tokenizer)
+    opens, fused = _headers(tokenizer)
     if not opens or not ends:
         what = "end-of-turn token" if opens else "assistant marker"
         raise UserError(f"the target's chat template shows no {what}; use a chat model's tokenizer")
-    return Markers(tuple(sorted(opens, key=lambda ids: (-len(ids), ids))), ends[0], _special_ids(tokenizer, whole))
+    every = {*opens, *fused, *_bare(tokenizer, opens)}
+    return Markers(tuple(sorted(every, key=lambda ids: (-len(ids), ids))), ends[0], _special_ids(tokenizer, whole),
+                   stable=len(opens) == 1)
 
 
 def _user(text: str) -> dict:
@@ -66,22 +69,35 @@ def _assistant(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def _headers(tokenizer) -> set[tuple[int, ...]]:
-    """Every header that the template writes before an answer: for generation, in the last turn, in earlier turns."""
-    opens = set()
+def _headers(tokenizer) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Every header that the template writes before an answer: for generation, in the last turn, in earlier turns.
+
+    In a second set, those whose last line break fused with the answer's.
+    """
+    opens, fused = set(), set()
     for user in USERS:
         before = [_user(user)]
         start = render(tokenizer, before)
         opens |= _header_ids(tokenizer, start, render(tokenizer, before, generation=True), "")
         for answer in (*ANSWERS, *FUSING):
-            opens |= _header_ids(tokenizer, start, render(tokenizer, [*before, _assistant(answer)]), answer)
+            found = _header_ids(tokenizer, start, render(tokenizer, [*before, _assistant(answer)]), answer)
+            (fused if answer in FUSING else opens).update(found)
         for answer in ANSWERS:
             try:
                 later = render(tokenizer, [*before, _assistant(answer), _user("More"), _assistant("Last")])
             except TemplateError:
                 continue
             opens |= _header_ids(tokenizer, start, later, answer)
-    return opens
+    return opens, fused
+
+
+def _bare(tokenizer, opens) -> set[tuple[int, ...]]:
+    """Headers without the `<think>` that the template opens for the model: rows may be made without thinking."""
+    think, bare = tuple(encode(tokenizer, "<think>")), set()
+    for header in opens:
+        cut = next((i for i in range(1, len(header)) if header[i:i + len(think)] == think), 0)
+        bare |= {header[:cut]} if cut else set()
+    return bare
 
 
 def _header_ids(tokenizer, start: str, whole: str, answer: str) -> set[tuple[int, ...]]:
@@ -103,7 +119,7 @@ def _header_ids(tokenizer, start: str, whole: str, answer: str) -> set[tuple[int
     return {tuple(full[first:last])} if last > first else set()
 
 
-def _shared(a: list[int], b: list[int]) -> int:
+def _shared(a, b) -> int:
     """Length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 

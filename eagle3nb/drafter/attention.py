@@ -2,7 +2,7 @@
 
 At step k a slot t sees step 0's keys at the slots ≤ t of its document and its own keys of steps 1..k; one softmax over
 both. Queries come gathered (only slots that count), keys whole. The work goes block by block of queries; the backward
-pass recomputes a block's probabilities from its log-sum-exp, so memory is linear in T: nothing of size [N, T] is kept.
+pass recomputes a block's probabilities, so memory is linear in T: nothing of size [N, T] is kept.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ def ttt_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: list[Tensor], own_v:
     """
     N, Hq, dh = q.shape
     Hkv = k0.shape[1]
-    queries = q.view(N, Hkv, Hq // Hkv, dh).permute(1, 2, 0, 3)                       # [Hkv, G, N, dh]
+    queries = q.view(N, Hkv, Hq // Hkv, dh).permute(1, 2, 0, 3) * dh ** -0.5          # [Hkv, G, N, dh]
     keys, values = k0.transpose(0, 1), v0.transpose(0, 1)                             # [Hkv, T, dh]
     if own_k:
         own_keys = torch.stack(own_k, 2).transpose(0, 1)                              # [Hkv, N, j, dh]
@@ -48,45 +48,41 @@ def query_blocks(slots: Tensor, starts: Tensor) -> list[tuple[int, int, int, int
 
 
 class _Attention(torch.autograd.Function):
+    """q is scaled already. Saved for the backward pass: the inputs and the output, nothing per pair of slots."""
+
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, slots, blocks):
         q, k, v, own_k, own_v = (x.contiguous() for x in (q, k, v, own_k, own_v))
         out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))  # [Hkv, G, N]
         for a, b, first, end in blocks:
-            scores, own = _scores(q, k, own_k, slots, a, b, first, end)
-            both = torch.cat([scores, own], -1)
-            lse[:, :, a:b] = torch.logsumexp(both, -1)
-            p, p_own = (both - lse[:, :, a:b, None]).exp_().to(q.dtype).split([end - first, own.shape[-1]], -1)
-            out[:, :, a:b] = (_rows(p) @ v[:, first:end]).view(*lse[:, :, a:b].shape, -1)
-            out[:, :, a:b] += (p_own[..., None] * own_v[:, None, a:b]).sum(-2)
-        ctx.save_for_backward(q, k, v, own_k, own_v, slots, out, lse)
+            p, p_own = _probabilities(q, k, own_k, slots, a, b, first, end)
+            out[:, :, a:b] = _pair_rows(p, v[:, first:end])
+            for j in range(own_v.shape[2]):
+                out[:, :, a:b] += p_own[..., j, None] * own_v[:, None, a:b, j]
+        ctx.save_for_backward(q, k, v, own_k, own_v, slots, out)
         ctx.blocks = blocks
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, own_k, own_v, slots, out, lse = ctx.saved_tensors
+        q, k, v, own_k, own_v, slots, out = ctx.saved_tensors
         grad = grad.contiguous()
         dq = torch.empty_like(q)
         dk, dv, d_own_k, d_own_v = (torch.zeros_like(x) for x in (k, v, own_k, own_v))
-        delta = (grad * out).sum(-1, dtype=lse.dtype)                                  # [Hkv, G, N]
-        scale = q.shape[-1] ** -0.5
+        delta = (grad * out).sum(-1, keepdim=True)                                     # [Hkv, G, N, 1]
         for a, b, first, end in ctx.blocks:
-            scores, own = _scores(q, k, own_k, slots, a, b, first, end)
-            p = (scores - lse[:, :, a:b, None]).exp_()                                 # [Hkv, G, n, m]
-            p_own = (own - lse[:, :, a:b, None]).exp_()                                # [Hkv, G, n, j]
-            g, rows = grad[:, :, a:b], _rows(grad[:, :, a:b])
-            dv[:, first:end] += _rows(p).to(q.dtype).transpose(1, 2) @ rows
-            d_own_v[:, a:b] = (p_own.to(q.dtype)[..., None] * g[..., None, :]).sum(1)
-            ds = (rows @ v[:, first:end].transpose(1, 2)).view(p.shape).to(p.dtype)
-            ds = (ds.sub_(delta[:, :, a:b, None]).mul_(p).mul_(scale)).to(q.dtype)
-            dp_own = (g[..., None, :] * own_v[:, None, a:b]).sum(-1)                   # [Hkv, G, n, j]
-            ds_own = ((dp_own - delta[:, :, a:b, None]) * p_own * scale).to(q.dtype)
-            dq[:, :, a:b] = (_rows(ds) @ k[:, first:end]).view(g.shape)
-            dq[:, :, a:b] += (ds_own[..., None] * own_k[:, None, a:b]).sum(-2)
+            p, p_own = _probabilities(q, k, own_k, slots, a, b, first, end)            # [Hkv, G, n, m], [Hkv, G, n, j]
+            g, d = grad[:, :, a:b], delta[:, :, a:b]
+            dv[:, first:end] += _rows(p).transpose(1, 2) @ _rows(g)
+            ds = _pair_rows(g, v[:, first:end].transpose(1, 2)).sub_(d).mul_(p)        # of the scores
+            dq[:, :, a:b] = _pair_rows(ds, k[:, first:end])
             dk[:, first:end] += _rows(ds).transpose(1, 2) @ _rows(q[:, :, a:b])
-            d_own_k[:, a:b] = (ds_own[..., None] * q[:, :, a:b, None, :]).sum(1)
+            for j in range(own_k.shape[2]):
+                key, value, pj = own_k[:, None, a:b, j], own_v[:, None, a:b, j], p_own[..., j, None]
+                ds_own = ((g * value).sum(-1, keepdim=True) - d) * pj                  # [Hkv, G, n, 1]
+                dq[:, :, a:b] += ds_own * key
+                d_own_k[:, a:b, j] = (ds_own * q[:, :, a:b]).sum(1)
+                d_own_v[:, a:b, j] = (pj * g).sum(1)
         return dq, dk, dv, d_own_k, d_own_v, None, None
 
 
@@ -95,11 +91,19 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def _scores(q, k, own_k, slots, a, b, first, end) -> tuple[Tensor, Tensor]:
-    """Scaled scores of queries a..b, at least float32: [Hkv, G, n, m], later keys at −∞, and own [Hkv, G, n, j]."""
-    kind, scale = torch.promote_types(q.dtype, torch.float32), q.shape[-1] ** -0.5
+def _pair_rows(x: Tensor, y: Tensor) -> Tensor:
+    """x [Hkv, G, n, i] times y [Hkv, i, o] → [Hkv, G, n, o]."""
+    return (_rows(x) @ y).view(*x.shape[:3], y.shape[-1])
+
+
+def _probabilities(q, k, own_k, slots, a, b, first, end) -> tuple[Tensor, Tensor]:
+    """One softmax of queries a..b over keys first..end up to each slot [Hkv, G, n, m] and own keys [Hkv, G, n, j]."""
     block = q[:, :, a:b]
-    scores = (_rows(block) @ k[:, first:end].transpose(1, 2)).view(*block.shape[:3], end - first).to(kind).mul_(scale)
-    later = torch.arange(first, end, device=q.device)[None] > slots[a:b, None]          # [n, m]
-    own = (block[..., None, :] * own_k[:, None, a:b]).sum(-1, dtype=kind) * scale
-    return scores.masked_fill_(later, float("-inf")), own
+    scores = _pair_rows(block, k[:, first:end].transpose(1, 2))
+    earliest = int(slots[a])                                                           # every query sees keys up to it
+    later = torch.arange(earliest, end, device=q.device)[None] > slots[a:b, None]
+    scores[..., earliest - first:].masked_fill_(later, float("-inf"))
+    own = [(block * own_k[:, None, a:b, j]).sum(-1, keepdim=True) for j in range(own_k.shape[2])]
+    both = torch.cat([scores, *own], -1) if own else scores
+    p = torch.softmax(both, -1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return p.to(q.dtype).split([end - first, len(own)], -1)

@@ -123,12 +123,10 @@ def pack_loss(model: DraftModel, pack: Pack, teacher_head: Tensor, scales: list[
     outputs, bearing = steps(model, pack.ids, pack.aux, pack.starts, pack.slots), pack.bearing
     student = torch.cat([model.norm(h2[mask]) for h2, mask in zip(outputs, bearing, strict=True)])       # [n, h]
     rows = torch.cat([row[mask] for row, mask in zip(pack.rows, bearing, strict=True)])
-    loss, each, argmax = soft_cross_entropy(student, model.lm_head.weight, pack.last, teacher_head, rows,
-                                            torch.cat(scales).to(student.device))
+    loss, each, right = soft_cross_entropy(student, model.lm_head.weight, pack.last, teacher_head, rows,
+                                           pack.label[rows], torch.cat(scales).to(student.dtype))
     sizes = [int(mask.sum()) for mask in bearing]
-    hits = []
-    for mask, right in zip(bearing, (argmax == pack.label[rows]).split(sizes), strict=True):
-        hits.append(mask.clone().masked_scatter_(mask, right))
+    hits = [mask.masked_scatter(mask, part) for mask, part in zip(bearing, right.split(sizes), strict=True)]
     counts = StepCounts(np.array([part.double().sum().item() for part in each.split(sizes)]), np.array(sizes),
                         np.array([len(at) for at in pack.slots]), np.array([int(hit.sum()) for hit in hits]))
     return loss, counts, hits

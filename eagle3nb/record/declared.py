@@ -10,7 +10,7 @@ import ast
 import io
 import json
 import tokenize
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -69,7 +69,8 @@ def declared(path: Path) -> dict[str, Parameter]:
             raise UserError(f"{shown(path)}: the default of {target.id} must be a literal, "
                             "since papermill's overrides would not reach it") from None
         kind = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else type(default).__name__
-        found[target.id] = Parameter(target.id, kind, default, comments.get(node.end_lineno, ""))
+        parameter = Parameter(target.id, kind, default, comments.get(node.end_lineno, ""))
+        found[target.id] = replace(parameter, default=check(parameter, default))
     return found
 
 

@@ -4,6 +4,7 @@ No host, user or absolute path enters a record. A file under a parameter's folde
 `<data_root>/A2/part-000.jsonl`: shareable, and still found again by whoever holds the parameters.
 """
 
+import json
 import math
 import os
 import platform
@@ -105,13 +106,31 @@ def locate(name: str, parameters: dict) -> Path | None:
 def entries(paths, parameters: dict) -> list[dict]:
     """[{path, bytes, xxh3}] of the files, folders expanded. Raises UserError for one that is missing."""
     found = {}
-    for path in map(resolve, paths):
-        if not path.exists():
-            raise UserError(f"{shown(path)} does not exist; the stage was to read or write it")
-        for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
-            name = label(file, parameters)
-            found[name] = {"path": name, "bytes": file.stat().st_size, "xxh3": xxh3_file(file)}
+    for file in (f for path in paths for f in files_in(resolve(path))):
+        name = label(file, parameters)
+        found[name] = {"path": name, "bytes": file.stat().st_size, "xxh3": xxh3_file(file)}
     return list(found.values())
+
+
+def files_in(path: Path) -> list[Path]:
+    """The file itself, or all files of a folder in order."""
+    if not path.exists():
+        raise UserError(f"{shown(path)} does not exist; the stage was to read or write it")
+    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+
+def shareable(parameters: dict) -> dict:
+    """The parameters as a record shows them: no absolute path."""
+    def share(value):
+        if isinstance(value, list):
+            return [share(item) for item in value]
+        return shown(value) if isinstance(value, str) and value.startswith(("/", "~/")) else value
+    return {name: share(value) for name, value in plain(parameters).items()}
+
+
+def parameters_hash(parameters: dict) -> str:
+    """xxh3-128 of the true values, which `shareable` may hide."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(plain(parameters), sort_keys=True).encode())
 
 
 def plain(value):

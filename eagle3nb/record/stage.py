@@ -23,13 +23,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
-import xxhash
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, resolve, shown, write_json
 from eagle3nb.record import tables
 from eagle3nb.record.declared import STAGES, check, declared, notebook_hash, notebook_of, stem
-from eagle3nb.record.provenance import entries, gpus, plain, provenance, scrubbed, scrubber
+from eagle3nb.record.provenance import (
+    entries,
+    gpus,
+    label,
+    parameters_hash,
+    plain,
+    provenance,
+    scrubbed,
+    scrubber,
+    shareable,
+)
 
 # IPython asks an exception for its own rendering: this one line, and the cell still counts as failed.
 UserError._render_traceback_ = lambda error: [f"\x1b[31m{error}\x1b[0m"]
@@ -65,11 +74,6 @@ def start(stage: str, values: dict) -> "Stage":
     opened = Stage(stage, values)
     opened.begin()
     return opened
-
-
-def parameters_hash(parameters: dict) -> str:
-    """xxh3-128 of the true values; the record itself shows paths outside the project by their last parts only."""
-    return xxhash.xxh3_128_hexdigest(repr(sorted(parameters.items())).encode())
 
 
 def shell():
@@ -130,7 +134,7 @@ class Stage:
     def begin(self) -> None:
         watch(self)
         self.show_verdict("running", "has not finished yet", update=False)
-        self.twin["parameters"] = self.shareable(self.parameters)
+        self.twin["parameters"] = shareable(self.parameters)
         self.twin["provenance"] = provenance() | {
             "notebook": shown(self.notebook), "notebook_xxh3": notebook_hash(self.notebook),
             "parameters_xxh3": parameters_hash(self.parameters), "command": os.environ.get("EAGLE3NB_COMMAND", ""),
@@ -138,7 +142,7 @@ class Stage:
         self.write()
         for name, parameter in self.declared.items():
             self.parameters[name] = check(parameter, self.parameters[name])
-        self.twin["parameters"] = self.shareable(self.parameters)
+        self.twin["parameters"] = shareable(self.parameters)
         self.twin["provenance"]["parameters_xxh3"] = parameters_hash(self.parameters)
         self.write()
         seed_all(self.parameters.get("seed", 0))
@@ -164,7 +168,10 @@ class Stage:
         `result` may hold `console`, a list of lines that the runner prints after the stage. Raises UserError where a
         named file does not exist.
         """
-        self.twin.update(inputs=entries(inputs, self.parameters), outputs=entries(outputs, self.parameters))
+        files = {"inputs": list(map(resolve, inputs)), "outputs": list(map(resolve, outputs))}
+        self.twin |= {kind: entries(paths, self.parameters) for kind, paths in files.items()}
+        self.twin["provenance"]["folders"] = {kind: [label(p, self.parameters) for p in paths if p.is_dir()]
+                                              for kind, paths in files.items()}
         self.twin["result"] = scrubbed(plain({"verdict": verdict} | dict(result)), self.scrub)
         self.twin["provenance"]["gpus"] = gpus()
         self.twin["cost"] = self.meter.read()
@@ -191,12 +198,6 @@ class Stage:
 
     def write(self) -> None:
         write_json(self.twin_path, self.twin)
-
-    def shareable(self, parameters: dict) -> dict:
-        """The parameters as the record shows them: no absolute path."""
-        def share(value):
-            return shown(value) if isinstance(value, str) and value.startswith(("/", "~/")) else value
-        return {n: share(v) if not isinstance(v, list) else [share(i) for i in v] for n, v in plain(parameters).items()}
 
     def show_verdict(self, status: str, sentence: str, update: bool = True) -> None:
         show(tables.banner(status, self.title, sentence), f"{status}: {sentence}", display_id=f"eagle3nb-{self.name}",

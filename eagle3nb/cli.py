@@ -1,0 +1,67 @@
+"""The command line: `eagle3nb run`, `status`, `synthesise`. Exit codes: 0, 1 a stage failed, 2 wrong use."""
+
+import argparse
+import sys
+
+import eagle3nb
+from eagle3nb.errors import UserError
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="eagle3nb", description=eagle3nb.__doc__)
+    top.add_argument("--version", action="version", version=f"eagle3nb {eagle3nb.__version__}")
+    commands = top.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="run the stages of a profile; finished unchanged ones are kept")
+    run.add_argument("profile", help="a folder of params/, or a path to one")
+    run.add_argument("--run", default="", metavar="NAME", help="name of the run, and of its folder under outputs/")
+    run.add_argument("--stages", default="", metavar="A,B",
+                     help="only these of audit, merge, extraction, training, evaluation")
+    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
+                     help="set a parameter in every stage that declares it")
+    run.add_argument("--force", action="store_true", help="run the stages even where nothing changed")
+    run.add_argument("--timeout", type=float, default=0, metavar="MIN", help="minutes the whole command may take")
+
+    status = commands.add_parser("status", help="follow a run from another terminal")
+    status.add_argument("run", help="name of the run")
+    status.add_argument("--once", action="store_true", help="print where it stands and end")
+
+    synthesise = commands.add_parser("synthesise", help="remake a corpus: prompts answered by the target")
+    synthesise.add_argument("prompts", help="folder of prompt files, e.g. data/prompts")
+    synthesise.add_argument("out", help="folder for the dataset directories, e.g. data/demo")
+    synthesise.add_argument("--only", nargs="*", default=[], metavar="DATASET", help="only these datasets")
+    synthesise.add_argument("--seed", type=int, default=1)
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit code. A UserError that gets here was raised before anything ran, or by a plain command."""
+    options = parser().parse_args(arguments)
+    try:
+        return perform(options)
+    except UserError as error:
+        print(f"eagle3nb: {error}", file=sys.stderr)
+        return 1 if options.command == "synthesise" else 2
+    except KeyboardInterrupt:
+        return 1
+    except BrokenPipeError:  # `eagle3nb status … | head`
+        sys.stderr.close()
+        return 0
+
+
+def perform(options: argparse.Namespace) -> int:
+    """Imports what the command needs, and no more: `--help` and `status` answer at once."""
+    if options.command == "run":
+        from eagle3nb.record.params import chosen_stages
+        from eagle3nb.record.run import run
+
+        return run(options.profile, name=options.run, stages=chosen_stages(options.stages),
+                   overrides=[tuple(pair) for pair in options.parameter], force=options.force, minutes=options.timeout)
+    if options.command == "status":
+        from eagle3nb.record.status import status
+
+        return status(options.run, options.once)
+    from eagle3nb.synthesis.answers import main as answer
+
+    answer(options.prompts, options.out, options.only, options.seed)
+    return 0

@@ -1,0 +1,103 @@
+"""The target run by Transformers: hidden states, logits, decoding. Float32 on a CPU, or on one GPU.
+
+Right padding needs no attention mask here: with causal attention a real token never sees the pads behind it, and
+without a mask the fast causal kernel runs. Only the three captured layers are kept, by hooks, and the lm_head runs
+only where logits are asked for.
+
+Shapes: B rows, T tokens, h hidden, V vocabulary; aux [T, 3h] = HF hidden_states[i] for the captured layers i, side by
+side; last [T, h] = after the final norm (probed, not assumed: see probe.py).
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
+
+from eagle3nb.errors import UserError
+from eagle3nb.files import shown
+from eagle3nb.states import generation
+from eagle3nb.states.target import captured_layers, facts_of
+
+
+class TransformersTarget:
+    """A target that is loaded. `.facts`, `.layers` (captured), `.dtype`, `.device`."""
+
+    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32, device: str | None = None):
+        self.dir = Path(folder)
+        self.facts = facts_of(folder)
+        self.layers = captured_layers(self.facts.layers)
+        self.dtype = dtype
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model = load(self.dir, dtype).to(self.device).eval().requires_grad_(False)
+        self.body = text_backbone(self.model)
+        self.head = self.model.get_output_embeddings()
+        self.kept = {}  # captured layer → its last output [B, T, h]
+        for layer in self.layers:  # hidden_states[i] is the output of layer i − 1
+            self.body.layers[layer - 1].register_forward_hook(self.keep(layer))
+
+    def keep(self, layer: int):
+        def hook(module, inputs, output):
+            self.kept[layer] = output[0] if isinstance(output, tuple) else output
+        return hook
+
+    def aux(self) -> torch.Tensor:
+        """The captured layers of the last forward, side by side [B, T, 3h]."""
+        return torch.cat([self.kept.pop(layer) for layer in self.layers], dim=-1)
+
+    @torch.inference_mode()
+    def capture(self, rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(aux [T, 3h], last [T, h]) of each row of ids, in one right-padded batch. The lm_head is not run."""
+        width = max(len(ids) for ids in rows)
+        batch = torch.zeros(len(rows), width, dtype=torch.long)
+        for ids, row in zip(rows, batch, strict=True):
+            row[: len(ids)] = torch.as_tensor(ids)
+        last = self.body(input_ids=batch.to(self.device), use_cache=False).last_hidden_state  # [B, T, h]
+        aux = self.aux()
+        return [(aux[i, : len(ids)], last[i, : len(ids)]) for i, ids in enumerate(rows)]
+
+    @torch.inference_mode()
+    def logits(self, last: torch.Tensor) -> torch.Tensor:
+        """[., h] after the final norm → [., V], in the target's dtype. The caller bounds the rows: 4 V bytes each."""
+        return self.head(last.to(self.device, self.dtype))
+
+    @torch.inference_mode()
+    def forward(self, ids: torch.Tensor, cache: DynamicCache | None = None):
+        """The decode's step: ids [1, n] after what `cache` holds → (aux [n, 3h], last [n, h], cache).
+
+        Give the returned cache back with the next tokens; `cache.crop(n)` keeps its first n positions.
+        """
+        cache = DynamicCache(config=self.body.config) if cache is None else cache
+        last = self.body(input_ids=ids.to(self.device), past_key_values=cache, use_cache=True).last_hidden_state
+        return self.aux()[0], last[0], cache
+
+    @torch.inference_mode()
+    def generate(self, prompts, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed=0,
+                 stop_ids=(), beyond: int = 0, batch: int = 24, done=None) -> list[list[int]]:
+        """New tokens for each prompt (ids), greedy at temperature 0, else sampled; see generation.generate."""
+        return generation.generate(self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p,
+                                   seed=seed, stop_ids=stop_ids, beyond=beyond, batch=batch, done=done)
+
+
+def load(folder: Path, dtype: torch.dtype):
+    """The causal language model in `dtype`; one line when Transformers cannot."""
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # "Loading weights" would be one output a refresh in a record
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=generation.ATTENTION,
+                                                    local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"Transformers cannot load the target {shown(folder)}: {first}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def text_backbone(model):
+    """The module that holds `.layers` and `.norm`: the model's body, through a multimodal wrapper if there is one."""
+    body = model.get_decoder()
+    body = getattr(body, "language_model", body)
+    if not hasattr(body, "layers") or not hasattr(body, "norm"):
+        raise UserError(f"{type(model).__name__} has no plain stack of layers with a final norm; its states cannot be captured")
+    return body

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -136,10 +137,13 @@ class DraftModel(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Three captured layers [N, 3h] → g [N, h]; step 0 only."""
-        aux = aux.to(self.dtype)
-        if self.fc_norm:
-            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, aux.chunk(3, -1), strict=True)], -1)
-        return self.fc(aux)
+        return self.fc(self.normed_chunks(aux.to(self.dtype)))
+
+    def normed_chunks(self, aux: Tensor) -> Tensor:
+        """fc's input [N, 3h]: aux as it is, or each layer's chunk normed (EAGLE-3.1, fc_norm)."""
+        if not self.fc_norm:
+            return aux
+        return torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, aux.chunk(3, -1), strict=True)], -1)
 
     def qkv(self, e: Tensor, g: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Token embedding and hidden state [N, h] → q [N, Hq, dh], k, v [N, Hkv, dh]; RoPE on q and k."""
@@ -197,7 +201,7 @@ class DraftModel(nn.Module):
             tensors = load_file(folder / "model.safetensors")
             model = cls(config, embedding, tensors["d2t"] + torch.arange(len(tensors["d2t"])))
             model.load_state_dict(tensors)
-        except (OSError, KeyError, RuntimeError) as error:
+        except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{shown(folder)} holds no whole drafter ({reason}); train again") from error
         return model.to(tensors["fc.weight"].dtype)

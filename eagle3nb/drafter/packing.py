@@ -4,7 +4,7 @@ Epoch 0 keeps the merged order; later epochs are shuffled by seed and epoch. The
 so a step's number is the data cursor: nothing else need be saved to resume. A pack holds no padding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -28,6 +28,11 @@ class Pack:
     on_argmax: Tensor          # bool [S]: the text's next token is the teacher's argmax
     slots: list[Tensor]        # K × int64 [N_k], ascending; slots[k+1] ⊂ slots[k]
     rows: list[Tensor]         # K × int64 [N_k]: which teacher position (row of `last`) the slot is trained towards
+
+    def to(self, device: str) -> "Pack":
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Pack(**{name: [x.to(device) for x in value] if isinstance(value, list) else value.to(device)
+                       for name, value in moved.items()})
 
     @property
     def bearing(self) -> list[Tensor]:

@@ -1,0 +1,83 @@
+"""The settings of a training run, strict: a misspelt key or a wrong type is an error, never a default."""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+
+from eagle3nb.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a run depends on. Folders are absolute; the rest decides the result, so it is the run's identity."""
+
+    states: str                      # the store
+    drafter: str                     # where the drafter, metrics and checkpoints go; holds vocabulary.json
+    target: str                      # the target's model directory: sizes, final norm, last layer
+    seed: int = 1
+    ttt_steps: int = 3
+    ttt_decay: float = 0.8
+    epochs: int = 1
+    learning_rate: float = 1e-3
+    warmup_share: float = 0.05
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    pack_tokens: int = 1024
+    accumulate: int = 1              # packs an optimiser step
+    validation_share: float = 0.05
+    evaluate_every: int = 0          # optimiser steps; 0: at the end of every epoch
+    checkpoint_every: int = 0        # optimiser steps; 0: at every evaluation
+    initialise: str = "target"
+    loss_average: str = "slot"
+    norm_output: bool = False
+    fc_norm: bool = False
+    intermediate: int = 0            # of the drafter's MLP; 0: the target's
+    freeze_head: bool = False        # keep lm_head as initialised: a third less work on the head
+
+    @classmethod
+    def from_json(cls, values: dict) -> "Settings":
+        """Strict: UserError for an unknown or missing key, a wrong type, or a value that cannot be."""
+        known = {field.name: field.type for field in fields(cls)}
+        if unknown := sorted(set(values) - set(known)):
+            raise UserError(f"training settings have unknown keys {unknown}; known are {', '.join(known)}")
+        try:
+            settings = cls(**values)
+        except TypeError as error:
+            raise UserError(f"training settings are incomplete: {error}") from None
+        for name, kind in known.items():
+            value = getattr(settings, name)
+            if not isinstance(value, (int, float) if kind is float else kind) or (kind is not bool and value is True):
+                raise UserError(f"training setting {name} is {value!r}; it must be {kind.__name__}")
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        wrong = [(self.ttt_steps >= 1, "ttt_steps must be 1 or more"), (self.epochs >= 1, "epochs must be 1 or more"),
+                 (self.learning_rate > 0, "learning_rate must be positive"),
+                 (self.accumulate >= 1, "accumulate must be 1 or more"),
+                 (self.pack_tokens >= 1, "pack_tokens must be 1 or more"),
+                 (0 <= self.validation_share < 1, "validation_share must lie in 0 … 1"),
+                 (0 <= self.warmup_share < 1, "warmup_share must lie in 0 … 1"),
+                 (self.clip > 0, "clip must be positive"),
+                 (self.loss_average in ("slot", "document"), "loss_average must be slot or document"),
+                 (self.initialise in ("target", "head", "random"), "initialise must be target, head or random")]
+        for right, message in wrong:
+            if not right:
+                raise UserError(f"{message}; see the parameters of notebook 4")
+
+
+def learning_rate(settings: Settings, step: int, total: int) -> float:
+    """Of optimiser step 0…total − 1: linear warm-up, then a cosine to zero."""
+    warmup = max(1, round(settings.warmup_share * total))
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
+
+
+def run_identity(settings: Settings, ids: list[int], fingerprint) -> str:
+    """Hash of all that decides the result; where folders lie and how often to save do not."""
+    free = ("states", "drafter", "target", "checkpoint_every")
+    decides = {name: value for name, value in asdict(settings).items() if name not in free}
+    whole = json.dumps([decides, ids, fingerprint], sort_keys=True, default=str)
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]

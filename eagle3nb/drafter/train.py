@@ -1,0 +1,278 @@
+"""Training, as a process of its own: python -m eagle3nb.drafter.train SETTINGS.json
+
+Linear: read settings, store and vocabulary; make or restore the model; for each optimiser step make its packs, add up
+their losses, step, write a line of metrics.jsonl; now and then evaluate on the held-out rows and keep the best drafter.
+The notebook starts it through launch.py and follows metrics.jsonl:
+
+    {"kind": "start", "step": 0, "steps": …, "tokens": total, …}
+    {"kind": "train", "step", "epoch", "tokens", "loss", "loss_k": [K], "accuracy": [K], "learning_rate", …}
+    {"kind": "validation", "step", …, "loss", "loss_k", "accuracy", "conditional": [K], "acceptance", "seconds"}
+    {"kind": "end", "step", …, "best": {the chosen evaluation}}
+
+`acceptance` is the joint prefix against the teacher's argmax (metrics.TeacherPrefix): 1 + the drafted tokens that would
+be accepted, and what the best drafter is chosen by.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eagle3nb.drafter.checkpoint import latest, restore, save_checkpoint
+from eagle3nb.drafter.initialise import initialise, target_weights
+from eagle3nb.drafter.metrics import TeacherPrefix
+from eagle3nb.drafter.model import DraftConfig, DraftModel
+from eagle3nb.drafter.packing import Pack, Plan, make_pack, pack_rows, split
+from eagle3nb.drafter.settings import Settings, learning_rate, run_identity
+from eagle3nb.drafter.ttt import loss_scales, pack_loss
+from eagle3nb.errors import UserError
+from eagle3nb.files import atomic_write, read_json, shown
+from eagle3nb.states.target import facts_of
+
+MAX_SKIPPED = 10  # steps in a row with a gradient that is not finite, before training gives up
+
+
+def make_optimizer(model: DraftModel, settings: Settings) -> torch.optim.AdamW:
+    """AdamW, decay on matrices only (norms start at 1 and mean scales)."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": settings.weight_decay},
+              {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict:
+    """Run to the end, resuming from the latest checkpoint; returns the best evaluation's record.
+
+    store: eagle3nb.states.store.Store or its like; facts: TargetFacts; weights(): initialise.target_weights of the
+    target, read only for a fresh start. `stop()` true ends the run after a checkpoint, with KeyboardInterrupt.
+    """
+    folder, device = Path(settings.drafter), "cuda" if torch.cuda.is_available() else "cpu"
+    ids = read_json(folder / "vocabulary.json")["ids"]
+    identity = run_identity(settings, ids, store.fingerprint)
+    rows, held_out = split(store, settings.validation_share)
+    plan = Plan.make(rows, store.lengths, epochs=settings.epochs, seed=settings.seed, pack_tokens=settings.pack_tokens,
+                     accumulate=settings.accumulate)
+    total = len(plan.steps)
+
+    sizes = {"intermediate": settings.intermediate} if settings.intermediate else {}
+    config = DraftConfig.from_target(facts, len(ids), norm_output=settings.norm_output, fc_norm=settings.fc_norm,
+                                     **sizes)
+    model = DraftModel(config, store.embedding(), torch.tensor(ids)).to(device)
+    head = store.lm_head_rows(ids).to(device, torch.float32)
+    model.lm_head.weight.requires_grad_(not settings.freeze_head)
+    optimizer = make_optimizer(model, settings)
+    run = Run(settings, model, store, head, held_out, device, identity)
+
+    resumed = latest(folder / "checkpoints", identity)
+    if resumed:
+        state, tensors = resumed
+        restore(model, optimizer, tensors)
+        run.resume(state)
+    else:
+        initialise(model, settings.initialise, head=head, weights=weights(), seed=settings.seed,
+                   rows=(store.row(int(i)) for i in rows))
+        torch.manual_seed(settings.seed)
+        run.begin(total, plan.tokens, len(rows))
+        run.evaluate(0)
+    evaluate_at = evaluation_steps(plan, settings.evaluate_every)
+    for step in range(run.step, total):
+        run.train_step(plan.steps[step], plan.epoch_of[step], optimizer, learning_rate(settings, step, total))
+        evaluates = run.step in evaluate_at
+        if evaluates:
+            run.evaluate(plan.epoch_of[step])
+        stopping, every = stop(), settings.checkpoint_every
+        if stopping or run.step == total or (run.step % every == 0 if every else evaluates):
+            save_checkpoint(folder / "checkpoints", run.step, model, optimizer, run.state())
+        if stopping:
+            raise KeyboardInterrupt
+    run.finish()
+    return run.best
+
+
+def evaluation_steps(plan: Plan, every: int) -> set[int]:
+    """After which steps (counted from 1) to evaluate: every so many, or each epoch's last; always the last."""
+    total = len(plan.steps)
+    ends = {i + 1 for i in range(total) if i + 1 == total or plan.epoch_of[i + 1] != plan.epoch_of[i]}
+    return {*range(every, total, every), total} if every else ends
+
+
+class Run:
+    """The state of a run between steps, and its records."""
+
+    def __init__(self, settings, model, store, head, held_out, device, identity):
+        self.settings, self.model, self.store, self.head, self.device = settings, model, store, head, device
+        self.identity, self.folder = identity, Path(settings.drafter)
+        self.t2d = model.t2d.cpu().numpy()
+        self.validation = pack_rows(held_out, store.lengths, settings.pack_tokens)
+        self.step, self.tokens, self.seconds, self.skipped, self.best = 0, 0, 0.0, 0, None
+        self.started = time.monotonic()
+
+    def state(self) -> dict:
+        return {"identity": self.identity, "tokens": self.tokens, "seconds": self.elapsed(), "best": self.best}
+
+    def elapsed(self) -> float:
+        return self.seconds + time.monotonic() - self.started
+
+    def begin(self, steps: int, tokens: int, rows: int) -> None:
+        """A fresh run: what an earlier, different one left is removed, since its curve is not this one's."""
+        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+        for name in ("metrics.jsonl", "model.safetensors", "config.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.write("start", steps=steps, total_tokens=tokens, rows=rows, parameters=trained, device=self.device,
+                   held_out_rows=sum(map(len, self.validation)), identity=self.identity)
+
+    def resume(self, state: dict) -> None:
+        """Go on at a checkpoint: records of later steps, which will be made again, are dropped."""
+        self.step, self.tokens = state["step"], state["tokens"]
+        self.seconds, self.best = state["seconds"], state["best"]
+        path = self.folder / "metrics.jsonl"
+        kept = [line for line in read_metrics(path) if line["step"] <= self.step and line["kind"] != "end"]
+        with atomic_write(path) as handle:
+            handle.writelines(json.dumps(line) + "\n" for line in kept)
+        print(f"resumed at step {self.step}", flush=True)
+
+    def write(self, kind: str, **values) -> dict:
+        line = {"kind": kind, "step": self.step, "tokens": self.tokens, **values, "seconds": round(self.elapsed(), 3)}
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as handle:
+            handle.write(json.dumps(line, allow_nan=False) + "\n")
+        return line
+
+    def packs(self, numbers) -> list[Pack]:
+        return [make_pack([self.store.row(int(i)) for i in rows], self.t2d, self.settings.ttt_steps).to(self.device)
+                for rows in numbers]
+
+    def train_step(self, numbers, epoch: int, optimizer, rate: float) -> None:
+        """One optimiser step over its packs; a gradient that is not finite is skipped and counted."""
+        clock, counts, loss = time.monotonic(), None, 0.0
+        packs = self.packs(numbers)
+        optimizer.zero_grad(set_to_none=True)
+        every_scale = loss_scales(packs, self.settings.ttt_decay, self.settings.loss_average)
+        for pack, scales in zip(packs, every_scale, strict=True):
+            part, one, _ = pack_loss(self.model, pack, self.head, scales)
+            part.backward()
+            counts, loss = one if counts is None else counts + one, loss + part.item()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if finite := math.isfinite(norm) and math.isfinite(loss):
+            optimizer.step()
+        self.skipped = 0 if finite else self.skipped + 1
+        if self.skipped > MAX_SKIPPED:
+            raise UserError(f"{self.skipped} steps in a row had a gradient that is not finite; lower learning_rate, "
+                            "and check the states (extraction's probe)")
+        tokens = sum(len(pack.ids) for pack in packs)
+        self.step, self.tokens = self.step + 1, self.tokens + tokens
+        self.write("train", epoch=epoch, loss=finite_or_none(loss), loss_k=rounded(counts.mean_loss),
+                   accuracy=rounded(counts.accuracy), counted=counts.counted.tolist(), bearing=counts.bearing.tolist(),
+                   learning_rate=rate, grad_norm=finite_or_none(norm), skipped=not finite,
+                   tokens_per_s=round(tokens / (time.monotonic() - clock), 1))
+
+    @torch.no_grad()
+    def evaluate(self, epoch: int) -> None:
+        """Held-out loss, accuracies and acceptance; the best so far is saved as the drafter."""
+        counts, prefix = None, TeacherPrefix(self.settings.ttt_steps)
+        for numbers in self.validation:
+            (pack,) = self.packs([numbers])
+            (scales,) = loss_scales([pack], 1.0, "slot")
+            _, one, hits = pack_loss(self.model, pack, self.head, scales)
+            counts = one if counts is None else counts + one
+            prefix.add(*chain_tables(pack, hits))
+        line = {}
+        if counts is not None:
+            decay = self.settings.ttt_decay ** np.arange(self.settings.ttt_steps)
+            line = self.write("validation", epoch=epoch, loss=finite_or_none(float((decay * counts.mean_loss).sum())),
+                              loss_k=rounded(counts.mean_loss), accuracy=rounded(counts.accuracy),
+                              conditional=rounded(prefix.conditional), acceptance=round(prefix.length, 4),
+                              counted=counts.counted.tolist(), bearing=counts.bearing.tolist())
+        if self.best is None or not line or line["acceptance"] > self.best["acceptance"]:
+            self.best = line or {"step": self.step, "acceptance": None}
+            self.model.save(self.folder, {"identity": self.identity, "best": self.best,
+                                          "store": self.store.fingerprint})
+
+    def finish(self) -> None:
+        if not (self.folder / "model.safetensors").is_file():
+            raise UserError(f"{shown(self.folder)} lost its model.safetensors; delete its checkpoints and train again")
+        self.write("end", best=self.best)
+
+
+def chain_tables(pack: Pack, hits: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """counted, hits, on_argmax as bool [K, T] for TeacherPrefix."""
+    K, T = len(pack.slots), len(pack.ids)
+    counted, right, on_argmax = (np.zeros((K, T), dtype=bool) for _ in range(3))
+    for k in range(K):
+        at = pack.slots[k].cpu().numpy()
+        counted[k, at] = True
+        right[k, at] = hits[k].cpu().numpy()
+        on_argmax[k, at] = pack.on_argmax[pack.rows[k]].cpu().numpy()
+    return counted, right, on_argmax
+
+
+def rounded(values: np.ndarray) -> list[float | None]:
+    return [finite_or_none(value) for value in values]
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return round(float(value), 6) if math.isfinite(value) else None
+
+
+def read_metrics(path: str | Path) -> list[dict]:
+    """The whole lines of metrics.jsonl; a torn last line is left out."""
+    if not Path(path).is_file():
+        return []
+    lines = []
+    for text in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def main(path: str) -> int:
+    """0 done, 1 the user's fault (one line `error: …` on stderr), 130 interrupted with a checkpoint."""
+    interrupted = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: interrupted.set())
+    die_with_parent()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)))
+    from eagle3nb.states.store import Store
+    try:
+        settings = Settings.from_json(read_json(path))
+        train(settings, Store.open(settings.states), facts_of(settings.target), lambda: target_weights(settings.target),
+              stop=interrupted.is_set)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the next start goes on from its checkpoint", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+def die_with_parent() -> None:
+    """Ends this process when the one that started it is gone: a killed kernel leaves no training behind.
+
+    Watched by a thread rather than PR_SET_PDEATHSIG, which fires when the parent's *thread* ends.
+    """
+    parent = int(os.environ.get("EAGLE3NB_PARENT", os.getppid()))
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -216,5 +216,5 @@ def write_findings(folder: str | Path, listed: list[Finding], found: Survey | No
     path = Path(folder) / "findings.json"
     write_json(path, {"findings": [asdict(finding) for finding in listed],
                       "sources": [to_json(source) for source in found.sources] if found else [],
-                      "forecast": forecast(found) if found else []})
+                      "forecast": forecast(found)["lines"] if found else []})
     return path

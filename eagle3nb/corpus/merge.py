@@ -25,7 +25,7 @@ from eagle3nb.corpus.masks import Markers, teacher_positions
 from eagle3nb.corpus.merged import INDEX, REPORT, ROWS, Corpus
 from eagle3nb.corpus.records import Fault, Record, Source, read_records
 from eagle3nb.errors import UserError
-from eagle3nb.files import atomic_write, disk_free, shown
+from eagle3nb.files import atomic_write, disk_free, read_json, shown
 from eagle3nb.progress import progress
 
 TEXT_KEYS = ("messages", "conversations", "prompt", "response", "text", "tools")
@@ -63,6 +63,49 @@ def merge(sources: list[Source], out_dir: str | Path, *, max_seq_len: int, seed:
 def accounting_lines(report: dict) -> list[str]:
     """The merge's account: a line a source and the total."""
     return deciding.accounting_lines(report["sources"])
+
+
+def account(report: dict) -> list[dict]:
+    """A row a source, for a table: lines read = records + skipped."""
+    return [{"source": source["name"], "lines read": source["lines"], "records": source["records"],
+             "skipped": sum(source["skipped"].values()), "tokens": source["tokens"], "supervised": source["supervised"],
+             "rows cut": source["truncated_records"], "tokens cut off": source["truncated_tokens"]}
+            for source in report["sources"]]
+
+
+def skipped(report: dict) -> list[dict]:
+    """A row a source and reason, for a table."""
+    found = [{"source": source["name"], "reason": reason, "rows": count}
+             for source in report["sources"] for reason, count in source["skipped"].items()]
+    return found or [{"source": "all", "reason": "no row was skipped", "rows": 0}]
+
+
+def mix(index: pd.DataFrame, slices: int = 20) -> pd.DataFrame:
+    """Percent of the tokens by source (columns) in each slice of the training order (index: its middle, in percent)."""
+    slices = max(1, min(slices, len(index) // 50))  # fewer rows a slice would show chance, not the shuffle
+    slice_of = np.arange(len(index)) * slices // len(index)
+    tokens = index.groupby([slice_of, index["source"]], observed=False)["tokens"].sum().unstack(fill_value=0)
+    tokens.index = (tokens.index + 0.5) * 100 / slices
+    return 100 * tokens.div(tokens.sum(axis=1), axis=0)
+
+
+def against_forecast(report: dict, plan_path: str | Path) -> str:
+    """A sentence on how the merge compares with the audit's forecast in plan.json.
+
+    Raises UserError where the audit looked at the same sources under the same rules and yet foretold other counts.
+    """
+    forecast = (read_json(plan_path) if Path(plan_path).is_file() else {}).get("forecast")
+    if not forecast:
+        return "The audit has left no forecast to compare with."
+    for name, value in forecast["settings"].items():
+        if report[name] != value:
+            return f"The audit's forecast was made with another {name}; there is nothing to compare."
+    if forecast["sources"] != report["sources"]:
+        pairs = zip(forecast["lines"], accounting_lines(report), strict=False)
+        told, found = next((pair for pair in pairs if pair[0] != pair[1]), ("other skips or masks", "these"))
+        raise UserError(f"the merge is not what the audit foretold: {told.strip()!r}, but {found.strip()!r}; "
+                        "the data changed in between: run the audit again")
+    return "Every line is as the audit foretold."
 
 
 def _totals(tallies: list[Tally]) -> dict:

@@ -76,6 +76,8 @@ class Survey:
     sources: list[SourceSurvey]
     rules: Rules
     lengths: tuple[int, ...]  # where a cut was tried; max_seq_len is among them
+    exclude: tuple[str, ...] = ()
+    limit: int = 0
 
     @property
     def kept(self) -> list[SourceSurvey]:
@@ -94,7 +96,7 @@ def survey(data_root, *, exclude=(), rules: Rules, vocab_size: int, lengths=(), 
     with progress(size, "audit: reading", "B") as bar:
         found = [_survey(source, is_excluded(source.name, exclude), rules, vocab_size, lengths, limit, bar)
                  for source in sources]
-    return Survey(found, rules, lengths)
+    return Survey(found, rules, lengths, tuple(exclude), limit)
 
 
 def _survey(source: Source, excluded: bool, rules: Rules, vocab_size: int, lengths, limit: int, bar) -> SourceSurvey:
@@ -141,9 +143,14 @@ def _check_mask(seen: SourceSurvey, record: Record, made: Decision) -> None:
         seen.note("mask_disagrees", *at, made.detail)
 
 
-def forecast(found: Survey) -> list[str]:
-    """The merge's accounting lines, before it has run."""
-    return accounting_lines([source.tally.to_json() for source in found.kept])
+def forecast(found: Survey) -> dict:
+    """What the merge will count: its settings, each source's account, the accounting lines, and the totals."""
+    sources = [source.tally.to_json() for source in found.kept]
+    totals = {name: sum(source[name] for source in sources)
+              for name in ("records", "tokens", "supervised", "teacher_positions")}
+    settings = {"max_seq_len": found.rules.max_seq_len, "masks": found.rules.masks, "limit": found.limit,
+                "exclude": list(found.exclude)}
+    return {"settings": settings, **totals, "lines": accounting_lines(sources), "sources": sources}
 
 
 def overview(found: Survey) -> list[dict]:
@@ -160,6 +167,13 @@ def overview(found: Survey) -> list[dict]:
             "median": int(np.median(lengths)), "p95": int(np.percentile(lengths, 95)), "longest": int(lengths.max()),
             "skipped": sum(source.tally.skipped.values())})
     return rows
+
+
+def heaviest(found: Survey) -> str:
+    """The source with the most tokens, in words."""
+    most = max(found.sources, key=lambda source: source.tokens)
+    total, used = sum(source.tokens for source in found.sources), " (excluded)" if most.excluded else ""
+    return f"{most.name}{used} holds {most.tokens / max(total, 1):.0%} of all tokens"
 
 
 def losses(found: Survey) -> list[dict]:

@@ -6,10 +6,11 @@ import pytest
 from eagle3nb.corpus.audit import RULES, check_allow, disk_findings, findings, gate, rows, write_findings
 from eagle3nb.corpus.decision import Rules
 from eagle3nb.corpus.masks import encode, find_markers, render
-from eagle3nb.corpus.merge import accounting_lines, merge
+from eagle3nb.corpus.merge import accounting_lines, against_forecast, merge
 from eagle3nb.corpus.records import find_sources
 from eagle3nb.corpus.survey import forecast, losses, overview, survey
 from eagle3nb.errors import UserError
+from eagle3nb.files import write_json
 
 V = 100
 PLAN = {"needed": 10_000_000_000, "free": 20_000_000_000, "standing": 0, "short": False}
@@ -182,8 +183,16 @@ def test_the_forecast_is_the_merges_account(corpus, write, chatml):
         found, _ = audit(corpus, ["C"], rules=rules, vocab_size=500, limit=limit)
         report = merge(find_sources(corpus, ["C"]), corpus.parent / "out", max_seq_len=50, seed=1, vocab_size=500,
                        markers=rules.markers, tokenizer=chatml, limit=limit)
-        assert forecast(found) == accounting_lines(report)
-        assert [source.tally.to_json() for source in found.kept] == report["sources"]
+        assert forecast(found)["lines"] == accounting_lines(report)
+        for name in ("sources", "records", "tokens", "supervised", "teacher_positions"):
+            assert forecast(found)[name] == report[name]
+        write_json(corpus.parent / "plan.json", {"forecast": forecast(found)})
+        assert against_forecast({**report, "exclude": ["C"]}, corpus.parent / "plan.json").startswith("Every line")
+    assert "another exclude" in against_forecast({**report, "exclude": []}, corpus.parent / "plan.json")
+    assert "no forecast" in against_forecast(report, corpus.parent / "none.json")
+    report["sources"][0]["records"] += 1
+    with pytest.raises(UserError, match="20 records.*21 records.*audit again"):
+        against_forecast({**report, "exclude": ["C"]}, corpus.parent / "plan.json")
 
 
 def test_what_is_written(corpus, write, tmp_path):

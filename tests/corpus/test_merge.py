@@ -283,3 +283,18 @@ def test_rules_that_make_no_sense(tmp_path, write, options, words):
     write(tmp_path / "in/A/rows.jsonl", rows_of(4, 5))
     with pytest.raises(UserError, match=words):
         run(tmp_path / "in", tmp_path / "out", **options)
+
+
+def test_tables_and_the_mix_along_the_order(tmp_path, write):
+    write(tmp_path / "in/A/rows.jsonl", [{"input_ids": [i, i, i], "loss_mask": [1, 1, 1]} for i in range(75)])
+    write(tmp_path / "in/B/rows.jsonl", [b"{", *({"input_ids": [i] * 6, "loss_mask": [1] * 6} for i in range(75))])
+    report = run(tmp_path / "in", tmp_path / "out")
+    columns = "lines read", "records", "skipped"
+    assert [tuple(row[c] for c in columns) for row in merging.account(report)] == [(75, 75, 0), (76, 75, 1)]
+    assert merging.skipped(report) == [{"source": "B", "reason": "json_invalid", "rows": 1}]
+    index = Corpus.open(tmp_path / "out").index
+    mix = merging.mix(index)
+    assert list(mix.columns) == ["A", "B"] and np.allclose(mix.sum(axis=1), 100) and len(mix) == 3
+    for middle, share in zip(mix.index, mix["A"], strict=True):
+        rows = index[round(middle * 1.5) - 25:round(middle * 1.5) + 25]
+        assert share == pytest.approx(100 * rows[rows["source"] == "A"]["tokens"].sum() / rows["tokens"].sum())

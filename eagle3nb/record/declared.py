@@ -9,6 +9,7 @@ overrides after it and a derived default would not see them.
 import ast
 import io
 import json
+import re
 import tokenize
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,12 +93,10 @@ def check(parameter: Parameter, value):
 
 def spelled(value) -> str:
     """How to write a number that YAML 1.1 took for text: 1e-4 → 1.0e-4."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not re.fullmatch(r"[+-]?[\d.]+[eE][+-]?\d+", value):
         return ""
-    try:
-        return f"{float(value):.1e}" if "e" in value.lower() else ""
-    except ValueError:
-        return ""
+    mantissa, exponent = value.lower().split("e")
+    return mantissa + ("" if "." in mantissa else ".0") + "e" + ("" if exponent[0] in "+-" else "+") + exponent
 
 
 def strict(kind: str, value):

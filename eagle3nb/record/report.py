@@ -67,7 +67,7 @@ def mark_unfinished(cells: list[dict]) -> None:
 
 def verdict_html(twin: dict, again: str) -> str:
     """The banner of a stage; a failed one says how to resume."""
-    wall = twin.get("cost", {}).get("wall_s")
+    wall = twin["cost"].get("total_s") or twin["cost"].get("wall_s")
     title = f"{stem(twin['stage']).replace('_', ' ')} · run {twin['parameters'].get('run', '')}"
     title += f" · {tables.span(wall)}" if wall else ""
     sentence = twin["result"].get("verdict", "") if twin["status"] == "ok" else twin.get("error", "did not finish")
@@ -76,8 +76,8 @@ def verdict_html(twin: dict, again: str) -> str:
     return tables.banner(twin["status"], title, sentence)
 
 
-def page(book: dict, twin: dict) -> str:
-    """The notebook as HTML without code. Figures keep their alt text; scripts are left out, none is needed."""
+def page(book: str, twin: dict) -> str:
+    """The notebook (its JSON text) as HTML without code. Figures keep their alt text; scripts are left out."""
     import nbformat  # seconds to import, all three; `status` and a run of nothing new have no need of them
     from nbconvert.exporters import HTMLExporter
     from nbconvert.preprocessors import CoalesceStreamsPreprocessor
@@ -85,7 +85,7 @@ def page(book: dict, twin: dict) -> str:
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True,
                             exclude_output_prompt=True)
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
-    body, _ = exporter.from_notebook_node(nbformat.from_dict(book))
+    body, _ = exporter.from_notebook_node(nbformat.reads(book, as_version=4))
     body = re.sub(r"<script\b.*?</script>", "", body, flags=re.DOTALL | re.IGNORECASE)
     name = stem(twin["stage"])
     links = "".join(f'<a href="{target}">{text}</a>' for target, text in (
@@ -95,7 +95,8 @@ def page(book: dict, twin: dict) -> str:
 
 def write_records(folder: Path, book: dict, twin: dict) -> None:
     """<n>_<stage>.html and .ipynb, each whole or not at all, and write-protected: opening one must not change it."""
-    for suffix, text in ((".html", page(book, twin)), (".ipynb", json.dumps(book, indent=1, ensure_ascii=False) + "\n")):
+    source = json.dumps(book, indent=1, ensure_ascii=False) + "\n"
+    for suffix, text in ((".html", page(source, twin)), (".ipynb", source)):
         path = folder / (stem(twin["stage"]) + suffix)
         with atomic_write(path) as handle:
             handle.write(text)

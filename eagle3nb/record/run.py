@@ -44,6 +44,7 @@ def run(profile: str, *, name: str = "", stages=STAGES, overrides=(), force: boo
     paths = paths_of(full.get("run", "demo"), full.get("work_dir", ""))
     deadline = time.monotonic() + 60 * minutes if minutes else float("inf")
     command = shlex.join(["eagle3nb", "run", profile, *(["--run", name] if name else []),
+                          *(["--stages", ",".join(stages)] if stages != STAGES else []),
                           *(word for n, v in overrides for word in ("-p", n, v))])
     with locked(paths):
         try:

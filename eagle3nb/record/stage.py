@@ -135,7 +135,7 @@ class Stage:
         watch(self)
         self.show_verdict("running", "has not finished yet", update=False)
         self.twin["parameters"] = shareable(self.parameters)
-        self.twin["provenance"] = provenance() | {
+        self.twin["provenance"] = provenance(self.name) | {
             "notebook": shown(self.notebook), "notebook_xxh3": notebook_hash(self.notebook),
             "parameters_xxh3": parameters_hash(self.parameters), "command": os.environ.get("EAGLE3NB_COMMAND", ""),
             "started": datetime.now(UTC).isoformat(timespec="seconds")}

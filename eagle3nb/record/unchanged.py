@@ -29,7 +29,7 @@ def why_run(stage: str, parameters: dict, paths: Paths) -> str:
         return f"{changed_parameter(twin['parameters'], shareable(parameters))} changed"
     if facts["notebook_xxh3"] != notebook_hash(notebook_of(stage)):
         return "the notebook changed"
-    if facts["code_xxh3"] != code_hash():
+    if facts["code_xxh3"] != code_hash(stage):
         return "the package's code changed"
     return changed_file(twin, parameters)
 

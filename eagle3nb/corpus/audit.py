@@ -161,12 +161,15 @@ def _duplicates(found: Survey) -> list[Finding]:
     return listed
 
 
-def disk_findings(plan: dict) -> list[Finding]:
-    """Findings on the states' disk: {needed, free, standing} in bytes, and short: does it not fit?"""
+def disk_findings(plan: dict, planned: bool = False) -> list[Finding]:
+    """Findings on the states' disk: {needed, free, standing} in bytes, and short: does it not fit?
+
+    `planned`: the data is still to come and the machine may be another, so a small disk here is amber.
+    """
     listed = []
     if plan["short"]:
         listed.append(Finding(
-            "disk_short", "red", "", 1,
+            "disk_short", "amber" if planned else "red", "", 1,
             f"the states need {plan['needed'] / 1e9:,.1f} GB, {plan['free'] / 1e9:,.1f} GB are free",
             "free space, put work_dir on a larger volume, store a smaller dtype, or lower max_seq_len"))
     if plan["standing"]:

@@ -163,6 +163,7 @@ def test_disk_findings():
     assert disk_findings(PLAN) == []
     short = {**PLAN, "free": 9_000_000_000, "short": True, "standing": 924_000_000_000}
     assert named(disk_findings(short)) == {("disk_short", "red", "", 1), ("stale_states", "amber", "", 1)}
+    assert disk_findings(short, planned=True)[0].severity == "amber"
     assert "10.0 GB" in disk_findings(short)[0].message and "924.00 GB" in disk_findings(short)[1].message
     assert named(disk_findings({**PLAN, "standing": 5})) == {("stale_states", "info", "", 1)}
 

@@ -23,14 +23,16 @@ from eagle3nb.progress import progress
 POLL, REDRAW = 0.5, 5.0  # seconds between looks at metrics.jsonl, and between redrawn plots
 
 
-def launch(settings: Settings, on_metrics: Callable[[list[dict]], None] = lambda lines: None) -> list[dict]:
+def launch(settings: Settings, vocabulary, on_metrics: Callable[[list[dict]], None] = lambda lines: None) -> list[dict]:
     """Train to the end in a subprocess; returns the lines of metrics.jsonl.
 
+    vocabulary: target ids of D, ascending (corpus.vocabulary), kept as vocabulary.json beside the drafter.
     on_metrics(lines) is called with all lines so far every few seconds and after every evaluation. An interrupt of the
     kernel lets the training save a checkpoint and end. Raises UserError with the training's own line where it fails.
     """
     settings.check()
     folder = Path(settings.drafter)
+    write_json(folder / "vocabulary.json", {"ids": [int(i) for i in vocabulary]})
     write_json(folder / "settings.json", asdict(settings))
     with open(folder / "train.log", "ab") as log:
         process = start(folder / "settings.json", log)

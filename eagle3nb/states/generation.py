@@ -147,10 +147,11 @@ def check(target, prompts, room: int) -> None:
         if not len(prompt):
             raise UserError(f"prompt {index} is empty; give it at least one token")
         if len(prompt) + room > limit:
-            raise UserError(f"prompt {index} has {len(prompt)} tokens; with {room} new ones it passes the target's {limit} positions")
+            raise UserError(f"prompt {index} has {len(prompt)} tokens; with {room} new ones it passes the target's "
+                            f"{limit} positions; shorten it or lower max_new_tokens")
     if "sliding_attention" in (getattr(target.body.config, "layer_types", None) or ()):
-        raise UserError(f"{target.facts.architecture} has sliding-window layers, which engine=transformers cannot generate with; "
-                        "use engine=sglang")
+        raise UserError(f"{target.facts.architecture} has sliding-window layers, with which engine=transformers cannot "
+                        "generate; use engine=sglang")
 
 
 def own_random(seed: int, prompt) -> np.random.Generator:

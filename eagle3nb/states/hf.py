@@ -23,6 +23,8 @@ from eagle3nb.states.target import captured_layers, facts_of
 class TransformersTarget:
     """A target that is loaded. `.facts`, `.layers` (captured), `.dtype`, `.device`."""
 
+    engine = "transformers"
+
     def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32, device: str | None = None):
         self.dir = Path(folder)
         self.facts = facts_of(folder)
@@ -99,5 +101,6 @@ def text_backbone(model):
     body = model.get_decoder()
     body = getattr(body, "language_model", body)
     if not hasattr(body, "layers") or not hasattr(body, "norm"):
-        raise UserError(f"{type(model).__name__} has no plain stack of layers with a final norm; its states cannot be captured")
+        raise UserError(f"{type(model).__name__} has no plain stack of layers with a final norm; its states "
+                        "cannot be captured by engine=transformers")
     return body

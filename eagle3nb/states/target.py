@@ -47,7 +47,7 @@ def target_dir(target: str | Path) -> Path:
         return embedded_dir()
     folder = resolve(target)
     if not (folder / "config.json").is_file():
-        raise UserError(f"target {shown(folder)} holds no config.json; give a Hugging Face model directory, or 'embedded'")
+        raise UserError(f"target {shown(folder)} holds no config.json; give a Hugging Face directory, or 'embedded'")
     return folder
 
 
@@ -68,7 +68,8 @@ def facts_of(folder: str | Path) -> TargetFacts:
             max_positions=config.get("max_position_embeddings", 2048), eos=eos_of(folder, whole, config),
             tie_embedding=bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False))))
     except KeyError as error:
-        raise UserError(f"{shown(Path(folder) / 'config.json')} has no {error.args[0]}; it is not a decoder-only language model") from None
+        raise UserError(f"{shown(Path(folder) / 'config.json')} has no {error.args[0]}; give the directory of a "
+                        "decoder-only language model") from None
 
 
 def rope_of(config: dict) -> dict:
@@ -95,12 +96,12 @@ def captured_layers(layers: int) -> tuple[int, int, int]:
     """The three captured layers, as indices into HF `hidden_states`: the residual stream after that many layers."""
     chosen = (2, layers // 2, layers - 3)
     if not chosen[0] < chosen[1] < chosen[2]:
-        raise UserError(f"a target of {layers} layers is too shallow: layers {chosen} must differ; 8 layers or more are needed")
+        raise UserError(f"a target of {layers} layers is too shallow: the layers {chosen} must differ; use 8 or more")
     return chosen
 
 
 def bytes_per_token(facts: TargetFacts, dtype: str) -> int:
-    """Bytes of states for one token that needs a teacher: three captured layers and the last hidden state, with scales."""
+    """Bytes of states of one token that needs a teacher: three captured layers, the last hidden state, fp8's scales."""
     if dtype not in BYTES:
         raise UserError(f"states_dtype {dtype!r} is unknown; choose one of {', '.join(BYTES)}")
     return BYTES[dtype] * 4 * facts.hidden + (4 * 4 if dtype == "fp8_e4m3" else 0)
@@ -116,7 +117,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in read_json(index)["weight_map"].items()}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"target {shown(folder)} holds no safetensors weights; convert the checkpoint (save_pretrained) first")
+        raise UserError(f"target {shown(folder)} holds no safetensors weights; convert it (save_pretrained) first")
     found = {}
     for file in files:
         with safe_open(file, "pt") as handle:
@@ -134,14 +135,14 @@ def spelt(name: str, names) -> str | None:
 
 
 def read_weights(folder: str | Path, names) -> dict:
-    """Tensors by their plain names (`model.norm.weight`), as stored, on the CPU. UserError names one that is missing."""
+    """Tensors by their plain names (`model.norm.weight`), as stored, on the CPU. UserError names a missing one."""
     folder = Path(folder)
     files = weight_files(folder)
     tensors = {}
     for name in names:
         actual = spelt(name, files)
         if actual is None:
-            raise UserError(f"target {shown(folder)} has no tensor {name} under any known prefix; is its checkpoint complete?")
+            raise UserError(f"target {shown(folder)} has no tensor {name} under any known prefix; copy all of it")
         if not files[actual].is_file():
             raise UserError(f"{shown(files[actual])} is missing, though the index names it; copy the whole checkpoint")
         with safe_open(files[actual], "pt") as handle:

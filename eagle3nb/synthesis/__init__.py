@@ -1,0 +1,1 @@
+"""Where a corpus comes from: prompts out of templates, answers out of the target."""

@@ -1,6 +1,22 @@
-"""metrics.jsonl as a table, a figure and a line. Draws on axes that the caller made."""
+"""metrics.jsonl read, as a table, a figure and a line. Draws on axes that the caller made; needs no torch."""
+
+import json
+from pathlib import Path
 
 import numpy as np
+
+
+def read_metrics(path: str | Path) -> list[dict]:
+    """The whole lines of metrics.jsonl; a torn last line is left out."""
+    if not Path(path).is_file():
+        return []
+    lines = []
+    for text in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
 
 
 def of_kind(lines: list[dict], kind: str) -> list[dict]:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.settings import Settings
-from eagle3nb.drafter.train import read_metrics
 from eagle3nb.errors import UserError
 from eagle3nb.files import shown, write_json
 from eagle3nb.progress import progress

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from eagle3nb.drafter.checkpoint import latest, restore, save_checkpoint
+from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.initialise import initialise, target_weights
 from eagle3nb.drafter.metrics import TeacherPrefix
 from eagle3nb.drafter.model import DraftConfig, DraftModel
@@ -35,6 +36,7 @@ from eagle3nb.drafter.settings import Settings, learning_rate, run_identity
 from eagle3nb.drafter.ttt import loss_scales, pack_loss
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, read_json, shown
+from eagle3nb.states.store import Store
 from eagle3nb.states.target import facts_of
 
 MAX_SKIPPED = 10  # steps in a row with a gradient that is not finite, before training gives up
@@ -225,19 +227,6 @@ def finite_or_none(value: float) -> float | None:
     return round(float(value), 6) if math.isfinite(value) else None
 
 
-def read_metrics(path: str | Path) -> list[dict]:
-    """The whole lines of metrics.jsonl; a torn last line is left out."""
-    if not Path(path).is_file():
-        return []
-    lines = []
-    for text in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines
-
-
 def main(path: str) -> int:
     """0 done, 1 the user's fault (one line `error: …` on stderr), 130 interrupted with a checkpoint."""
     interrupted = threading.Event()
@@ -245,7 +234,6 @@ def main(path: str) -> int:
         signal.signal(number, lambda *_: interrupted.set())
     die_with_parent()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)))
-    from eagle3nb.states.store import Store
     try:
         settings = Settings.from_json(read_json(path))
         train(settings, Store.open(settings.states), facts_of(settings.target), lambda: target_weights(settings.target),

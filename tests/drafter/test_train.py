@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.packing import Plan, make_pack, pack_rows, split
 from eagle3nb.drafter.settings import Settings, learning_rate
-from eagle3nb.drafter.train import read_metrics, train
+from eagle3nb.drafter.train import train
 from eagle3nb.errors import UserError
 from eagle3nb.files import write_json
 

@@ -47,7 +47,7 @@ def progress(stage: str, path: Path, seconds: float) -> None:
     if not terminal and time.monotonic() - told["at"] < EVERY:
         return
     told["at"] = time.monotonic()
-    line = f"{head(stage)} {span(round(seconds))}  {progress_line(read_progress(path))}"
+    line = f"{head(stage)} {span(round(seconds))}  {progress_line(read_progress(path))}".rstrip()
     if terminal:
         print(f"\r\x1b[2K{line[:118]}", end="", flush=True)
         told["open"] = True

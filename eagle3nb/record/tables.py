@@ -39,24 +39,21 @@ def span(seconds: float) -> str:
 
 
 def table(rows: list[dict], caption: str, strong=()) -> str:
-    """An HTML table with caption and column headers; numbers to the right; rows whose index is in `strong` in bold."""
+    """An HTML table with caption and column headers; columns of numbers to the right; rows whose index is in `strong` bold."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    style = f"text-align:left;border-bottom:{LINE};padding:3px 12px 3px 0"
-    head = "".join(f'<th scope="col" style="{style}">{escape(str(c))}</th>' for c in columns)
+    text = {c for c in columns if any(isinstance(row.get(c), (str, list, dict)) for row in rows)}
+    side = {c: "left" if c in text else "right" for c in columns}
+    style = f"border-bottom:{LINE};padding:3px 12px 3px 0;vertical-align:top"
+    head = "".join(f'<th scope="col" style="{style};text-align:{side[c]}">{escape(str(c))}</th>' for c in columns)
     body = ""
     for i, row in enumerate(rows):
         weight = "font-weight:600;" if i in strong else ""
-        body += "<tr>" + "".join(cell(row.get(c), weight) for c in columns) + "</tr>"
+        body += "<tr>" + "".join(f'<td style="{style};{weight}text-align:{side[c]}">{escape(number(row.get(c)))}</td>'
+                                 for c in columns) + "</tr>"
     style = "caption-side:top;text-align:left;font-weight:600;padding:4px 0"
     return ('<table style="border-collapse:collapse;font-variant-numeric:tabular-nums;margin:6px 0">'
             f'<caption style="{style}">{escape(caption)}</caption>'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
-
-
-def cell(value, weight: str) -> str:
-    side = "left" if isinstance(value, (str, list, dict)) else "right"
-    style = f"{weight}text-align:{side};padding:3px 12px 3px 0;border-bottom:{LINE};vertical-align:top"
-    return f'<td style="{style}">{escape(number(value))}</td>'
 
 
 def table_text(rows: list[dict], caption: str) -> str:

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3nb.corpus.masks import (
@@ -71,7 +71,6 @@ def test_a_header_quoted_inside_an_answer_opens_nothing_new(chatml):
     assert np.flatnonzero(mask_from_markers(ids, find_markers(chatml))).tolist() == list(range(*expected))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
 def test_both_derivations_agree_where_both_apply(chatml, turns):
     messages = conversation(turns)

@@ -20,9 +20,8 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "num_hidden_
 def rows(tokenizer, seed, count, words=8):
     rng = random.Random(seed)
     for n in range(count):
-        def text(k):
-            return " ".join(rng.choices(["owls", "sing", "the", "93", "jars", "answers"], k=k)) + f" {seed} {n}"
-        messages = [{"role": "user", "content": text(5)}, {"role": "assistant", "content": text(words)}]
+        question, answer = (" ".join(rng.choices(["owls", "sing", "the", "93", "jars"], k=k)) for k in (5, words))
+        messages = [{"role": "user", "content": f"{question} {n}"}, {"role": "assistant", "content": f"{answer} {seed}"}]
         ids = encode(tokenizer, render(tokenizer, messages))
         start = len(encode(tokenizer, render(tokenizer, messages[:1], generation=True)))
         mask = [int(start <= t < len(ids) - 1) for t in range(len(ids))]

@@ -204,7 +204,9 @@ class DraftModel(nn.Module):
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{shown(folder)} holds no whole drafter ({reason}); train again") from error
-        return model.to(tensors["fc.weight"].dtype)
+        for parameter in model.parameters():      # not model.to: the embedding keeps its dtype, uncopied
+            parameter.data = parameter.data.to(tensors["fc.weight"].dtype)
+        return model
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ class Settings:
         except TypeError as error:
             raise UserError(f"training settings are incomplete: {error}") from None
         for name, kind in known.items():
-            value = getattr(settings, name)
-            if not isinstance(value, (int, float) if kind is float else kind) or (kind is not bool and value is True):
+            value, accepted = getattr(settings, name), (int, float) if kind is float else kind
+            if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
                 raise UserError(f"training setting {name} is {value!r}; it must be {kind.__name__}")
         settings.check()
         return settings

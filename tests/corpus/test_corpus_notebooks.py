@@ -21,7 +21,8 @@ def rows(tokenizer, seed, count, words=8):
     rng = random.Random(seed)
     for n in range(count):
         question, answer = (" ".join(rng.choices(["owls", "sing", "the", "93", "jars"], k=k)) for k in (5, words))
-        messages = [{"role": "user", "content": f"{question} {n}"}, {"role": "assistant", "content": f"{answer} {seed}"}]
+        turns = zip(("user", "assistant"), (f"{question} {n}", f"{answer} {seed}"), strict=True)
+        messages = [{"role": role, "content": text} for role, text in turns]
         ids = encode(tokenizer, render(tokenizer, messages))
         start = len(encode(tokenizer, render(tokenizer, messages[:1], generation=True)))
         mask = [int(start <= t < len(ids) - 1) for t in range(len(ids))]

@@ -39,7 +39,7 @@ def span(seconds: float) -> str:
 
 
 def table(rows: list[dict], caption: str, strong=()) -> str:
-    """An HTML table with caption and column headers; columns of numbers to the right; rows whose index is in `strong` bold."""
+    """An HTML table with caption and column heads; numbers to the right; rows whose index is in `strong` in bold."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     text = {c for c in columns if any(isinstance(row.get(c), (str, list, dict)) for row in rows)}
     side = {c: "left" if c in text else "right" for c in columns}

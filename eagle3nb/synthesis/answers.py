@@ -118,7 +118,7 @@ def synthesise(recipe: Recipe, target, tokenizer, out_dir: Path, seed: int, mark
             answer_missing([talk for talk in waiting if talk.key not in known], recipe, target, seed, note, bar)
             for talk in waiting:
                 take(talk, known[talk.key], recipe, target, tokenizer, markers, counts)
-    rows = [as_row(talk) for talk in talks if talk.turn]
+    rows = [as_row(talk, tokenizer) for talk in talks if talk.turn]
     if not rows:
         raise UserError(f"synthesis {recipe.name}: no answer was usable ({dict(counts)}); "
                         "change its prompts or its temperature")
@@ -235,14 +235,16 @@ def agree(ids: list[int], mask: list[int], messages: list[dict], tokenizer, mark
     return whole_ids[:len(ids)].tolist() == ids and whole_mask[:len(ids)].tolist() == mask
 
 
-def as_row(talk: Talk) -> dict:
-    """The record of DESIGN section 3. An unanswered last turn is cut off; a cut answer has no text of its own, so its
-    row has no `messages`."""
+def as_row(talk: Talk, tokenizer) -> dict:
+    """The record of DESIGN section 3. An unanswered last turn is cut off. A cut answer's text would not give its ids
+    back, so such a row has no `messages`; any other equals its messages' rendering, to the line break at the end."""
     end = max(i for i, value in enumerate(talk.mask) if value) + 1
     row = {"id": talk.prompt.id, "input_ids": talk.ids[:end], "loss_mask": talk.mask[:end], "finish": talk.finish}
     if talk.finish == "stop":
         last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")
         row["messages"] = talk.messages[:last + 1]
+        row["input_ids"] = encode(tokenizer, render(tokenizer, row["messages"]))  # begins with them: see `agree`
+        row["loss_mask"] = row["loss_mask"] + [0] * (len(row["input_ids"]) - end)
     return row
 
 

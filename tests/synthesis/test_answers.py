@@ -76,7 +76,7 @@ def rows_of(folder):
 def test_a_record_is_the_prompt_and_the_targets_own_ids(tmp_path, recipe, tokenizer):
     report = synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path, 1, "mark")
     rows = rows_of(tmp_path)
-    text = "<|im_start|>user\nAa?<|im_end|>\n<|im_start|>assistant\nSo Aa?<|im_end|>"
+    text = "<|im_start|>user\nAa?<|im_end|>\n<|im_start|>assistant\nSo Aa?<|im_end|>\n"
     assert rows[0]["input_ids"] == tokenizer(text)["input_ids"]
     assert tokenizer.decode([t for t, m in zip(rows[0]["input_ids"], rows[0]["loss_mask"], strict=True) if m]) == \
         "So Aa?<|im_end|>"
@@ -99,8 +99,8 @@ def test_faults_are_sampled_again_counted_and_given_up(tmp_path, recipe, tokeniz
     report = synthesise(recipe, script, tokenizer, tmp_path, 1, "mark")
     rows = {row["id"][-1]: row for row in rows_of(tmp_path)}
     assert sorted(rows) == ["0", "1", "2"]
-    assert tokenizer.decode(rows["0"]["input_ids"]).endswith("So Aa?<|im_end|>")
-    assert tokenizer.decode(rows["1"]["input_ids"]).endswith("So Bb?<|im_end|>")
+    assert tokenizer.decode(rows["0"]["input_ids"]).endswith("So Aa?<|im_end|>\n")
+    assert tokenizer.decode(rows["1"]["input_ids"]).endswith("So Bb?<|im_end|>\n")
     assert [m["role"] for m in rows["1"]["messages"]] == ["user", "assistant"]
     assert rows["2"]["finish"] == "length" and "messages" not in rows["2"]
     assert rows["2"]["input_ids"][-40:] == list(range(40, 80)) and sum(rows["2"]["loss_mask"]) == 40

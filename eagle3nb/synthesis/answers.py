@@ -21,7 +21,7 @@ from tokenizers import pre_tokenizers
 
 from eagle3nb.corpus.masks import Markers, encode, find_markers, mask_from_markers, mask_from_prefixes, render
 from eagle3nb.errors import UserError
-from eagle3nb.files import atomic_write, read_json, resolve, write_json, xxh3_file
+from eagle3nb.files import atomic_write, read_json, resolve, shown, write_json, xxh3_file
 from eagle3nb.progress import progress
 from eagle3nb.synthesis.prompts import Prompt, Recipe, expand, load_recipes
 
@@ -66,7 +66,11 @@ def main(prompts_dir: str, out_dir: str, only: list[str], seed: int) -> None:
         report = standing(out_dir, recipe.name, mark)
         if report is None:
             target = target or TransformersTarget(folder)
-            report = synthesise(recipe, target, tokenizer, out_dir, seed, mark)
+            try:
+                report = synthesise(recipe, target, tokenizer, out_dir, seed, mark)
+            except OSError as error:
+                raise UserError(f"cannot write {shown(out_dir / recipe.name)}: {error.strerror or error}; what was "
+                                "answered is kept, so free space or allow writing, and start again") from error
         print(line(recipe.name, report), flush=True)
 
 

@@ -5,6 +5,7 @@ count what it gets right there. Answers are kept by content, so that a second dr
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,8 +60,11 @@ class Answer:
         return np.array(self.prompt + self.ids + self.beyond, dtype=np.int32)
 
 
-def load_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts of a JSONL file {"id", "source", "messages": [{"role", "content"}]}. UserError at the first fault."""
+def load_prompts(path: str | Path, limit: int = 0) -> list[Prompt]:
+    """Prompts of a JSONL file {"id", "source", "messages": [{"role", "content"}]}; `limit` a source, 0 for all.
+
+    Raises UserError at the first fault, with its line.
+    """
     path = resolve(path)
     if not path.is_file():
         raise UserError(f"prompts: {shown(path)} does not exist; name a JSONL file of held-out prompts")
@@ -77,7 +81,24 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         prompts.append(prompt)
     if not prompts:
         raise UserError(f"prompts: {shown(path)} holds no prompt; a line is an object with id, source, messages")
-    return prompts
+    return [prompt for prompt, place in zip(prompts, _places(prompts), strict=True) if place < limit or not limit]
+
+
+def _places(prompts: list[Prompt]) -> list[int]:
+    """Each prompt's place among those of its source."""
+    seen = Counter()
+    places = []
+    for prompt in prompts:
+        places.append(seen[prompt.source])
+        seen[prompt.source] += 1
+    return places
+
+
+def spread(items: list, count: int) -> list:
+    """`count` of the items at equal distances, so that every source has its share; all where there are fewer."""
+    if count >= len(items):
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def _parse(line: bytes) -> tuple[str, Prompt | None]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from eagle3nb.acceptance import benchmarks
-from eagle3nb.acceptance.benchmarks import Prompt, answers, load_prompts, looping, overview, render
+from eagle3nb.acceptance.benchmarks import Prompt, answers, load_prompts, looping, overview, render, spread
 from eagle3nb.errors import UserError
 
 GOOD = {"id": "a", "source": "chat", "messages": [{"role": "user", "content": "Hello?"}]}
@@ -22,6 +22,17 @@ def test_prompts_are_read_in_order(tmp_path):
     path = write(tmp_path / "held.jsonl", GOOD, "", {**GOOD, "id": "b", "source": "code"})
     read = [(p.id, p.source, p.messages[0]["content"]) for p in load_prompts(path)]
     assert read == [("a", "chat", "Hello?"), ("b", "code", "Hello?")]
+
+
+def test_a_limit_is_for_each_source(tmp_path):
+    rows = [{**GOOD, "id": f"{source}{i}", "source": source} for i in range(3) for source in ("chat", "code")]
+    path = write(tmp_path / "held.jsonl", *rows, {**GOOD, "id": "only", "source": "maths"})
+    assert [p.id for p in load_prompts(path, 2)] == ["chat0", "code0", "chat1", "code1", "only"]
+    assert len(load_prompts(path)) == 7
+
+
+def test_spread():
+    assert spread(list(range(10)), 4) == [0, 2, 5, 7] and spread([1, 2], 5) == [1, 2] and spread([1, 2], 0) == []
 
 
 @pytest.mark.parametrize("line, said", [

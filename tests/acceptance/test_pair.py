@@ -1,0 +1,46 @@
+"""A drafter is read only together with the target that it was trained for."""
+
+import json
+
+import pytest
+import torch
+
+from eagle3nb.acceptance.pair import load_drafter
+from eagle3nb.errors import UserError
+from eagle3nb.states.target import target_identity
+
+
+@pytest.fixture
+def saved(world, tmp_path):
+    identity = target_identity(world.folder)
+    store = {"target config": identity["config"], "target weights": identity["weights"],
+             "tokenizer": identity["tokenizer"], "dtype": "bf16"}
+    world.drafter.save(tmp_path / "drafter", {"store": store})
+    return tmp_path / "drafter"
+
+
+def change(folder, edit):
+    config = json.loads((folder / "config.json").read_text())
+    edit(config["provenance"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_its_own_target(world, saved):
+    drafter = load_drafter(saved, world.folder)
+    assert torch.equal(drafter.fc.weight, world.drafter.fc.weight) and not drafter.fc.weight.requires_grad
+    assert torch.equal(drafter.embed_tokens, world.drafter.embed_tokens)
+
+
+@pytest.mark.parametrize("name", ["target config", "target weights", "tokenizer"])
+def test_another_target_is_refused(world, saved, name):
+    change(saved, lambda provenance: provenance["store"].update({name: "0" * 32}))
+    with pytest.raises(UserError, match=f"another target .*differs in: {name}"):
+        load_drafter(saved, world.folder)
+
+
+def test_no_drafter_and_one_without_origin(world, saved, tmp_path):
+    with pytest.raises(UserError, match="run the training stage first"):
+        load_drafter(tmp_path / "nowhere", world.folder)
+    change(saved, lambda provenance: provenance.clear())
+    with pytest.raises(UserError, match="does not say which target"):
+        load_drafter(saved, world.folder)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 
 from eagle3nb.errors import UserError
 
+CHOICES = ("fitted", "target", "head", "random")  # where training starts: initialise.py
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -28,7 +30,7 @@ class Settings:
     validation_share: float = 0.05
     evaluate_every: int = 0          # optimiser steps; 0: at the end of every epoch
     checkpoint_every: int = 0        # optimiser steps; 0: at every evaluation
-    initialise: str = "target"
+    initialise: str = "fitted"
     loss_average: str = "slot"
     norm_output: bool = False
     fc_norm: bool = False
@@ -69,7 +71,7 @@ class Settings:
                  (0 <= self.warmup_share < 1, "warmup_share must lie in 0 … 1"),
                  (self.clip > 0, "clip must be positive"),
                  (self.loss_average in ("slot", "document"), "loss_average must be slot or document"),
-                 (self.initialise in ("target", "head", "random"), "initialise must be target, head or random")]
+                 (self.initialise in CHOICES, f"initialise must be one of {', '.join(CHOICES)}")]
         for right, message in wrong:
             if not right:
                 raise UserError(f"{message}; see the parameters of notebook 4")

@@ -67,20 +67,20 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
     sizes = {"intermediate": settings.intermediate} if settings.intermediate else {}
     config = DraftConfig.from_target(facts, len(ids), norm_output=settings.norm_output, fc_norm=settings.fc_norm,
                                      **sizes)
-    model = DraftModel(config, store.embedding(), torch.tensor(ids)).to(device)
-    head = store.lm_head_rows(ids).to(device, torch.float32)
-    model.lm_head.weight.requires_grad_(not settings.freeze_head)
-    optimizer = make_optimizer(model, settings)
-    run = Run(settings, model, store, head, held_out, device, identity)
-
+    model, head = DraftModel(config, store.embedding(), torch.tensor(ids)), store.lm_head_rows(ids).float()
     resumed = latest(folder / "checkpoints", identity)
+    if not resumed:
+        initialise(model, settings.initialise, head=head, weights=weights(), seed=settings.seed,
+                   steps=settings.ttt_steps, rows=(store.row(int(i)) for i in rows))
+    model.to(device).lm_head.weight.requires_grad_(not settings.freeze_head)
+    optimizer = make_optimizer(model, settings)
+    run = Run(settings, model, store, head.to(device), held_out, device, identity)
+
     if resumed:
         state, tensors = resumed
         restore(model, optimizer, tensors)
         run.resume(state)
     else:
-        initialise(model, settings.initialise, head=head, weights=weights(), seed=settings.seed,
-                   rows=(store.row(int(i)) for i in rows))
         torch.manual_seed(settings.seed)
         run.begin(total, plan.tokens, len(rows))
         run.evaluate(0)

@@ -17,7 +17,7 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 def make_store(rows=12, vocab=97, hidden=32, seed=0, shortest=9, longest=40, follow=0.9):
     rng = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
-    embedding = torch.randn(vocab, hidden, generator=generator)
+    embedding = torch.randn(vocab, hidden, generator=generator) + 1.0   # a common direction, as real ones have
     lm_head = torch.randn(vocab, hidden, generator=generator) * 0.5
     last_of = torch.randn(vocab, hidden, generator=generator)
     argmax_of = (last_of @ lm_head.T).argmax(-1).numpy()

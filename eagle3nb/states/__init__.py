@@ -1,6 +1,11 @@
 """Hidden states of the target: reading the target, running it, and keeping what it computed on disk."""
 
+import warnings
+
 from eagle3nb.errors import UserError
+
+# transformers imports tqdm.auto, which in a kernel without ipywidgets says so; nothing here shows a widget.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def open_target(engine: str, folder):

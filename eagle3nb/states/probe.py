@@ -127,6 +127,13 @@ def residual_norms(target, states) -> list[dict]:
     return table
 
 
+def massive(found: dict) -> str:
+    """The finding of `residual_norms`, for a title."""
+    largest = max(found["residual"], key=lambda row: row["first token"] / row["other tokens"])
+    times = largest["first token"] / largest["other tokens"]
+    return f"After layer {largest['layer']} the first token is {times:,.1f} times the others"
+
+
 def on_policy(store, corpus) -> list[dict]:
     """Per source, the share of supervised tokens that are the target's own argmax, from the stored teacher: no forward.
 
@@ -142,3 +149,9 @@ def on_policy(store, corpus) -> list[dict]:
         counts[name][2] += int((following == row.teacher_argmax).sum())
     return [{"source": name, "rows": rows, "teacher positions": n, "on-policy share": hits / n if n else 0.0}
             for name, (rows, n, hits) in counts.items()]
+
+
+def least_on_policy(table: list[dict]) -> str:
+    """The finding of `on_policy`, for a title."""
+    least = min(table, key=lambda row: row["on-policy share"])
+    return f"{least['source']} is the least the target's own: {least['on-policy share']:.0%}"

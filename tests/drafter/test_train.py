@@ -13,6 +13,7 @@ from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.packing import Plan, make_pack, pack_rows, split
 from eagle3nb.drafter.settings import Settings, learning_rate
 from eagle3nb.drafter.train import train
+from eagle3nb.drafter.ttt import chain
 from eagle3nb.errors import UserError
 from eagle3nb.files import write_json
 
@@ -50,6 +51,29 @@ def test_learns_and_keeps_the_best(run):
     model = DraftModel.load(done.folder, run.store.embedding())
     assert json.loads((done.folder / "config.json").read_text())["provenance"]["best"] == done.best
     assert model.lm_head.weight.shape == (97, 32)
+
+
+def test_the_saved_drafter_takes_the_states_as_they_come(run, synthetic_store):
+    """Training scales the captured layers' columns; what is saved must not need that. Chains of the reloaded drafter
+    over the held-out rows, counted by hand, give the accuracies that training wrote; the deep layer is 50 times larger.
+    """
+    store = synthetic_store(rows=40, seed=2)
+    for row in store.rows:
+        row.aux[:, 64:] *= 50
+    done = run("scaled", store=store, epochs=2)
+    model = DraftModel.load(done.folder, store.embedding())
+    hits, counted = np.zeros(3), np.zeros(3)
+    for i in split(store, 0.15)[1]:
+        row = store.row(int(i))
+        drafts = chain(model, row.ids, row.aux, 3)
+        argmax = dict(zip(row.last_positions, row.teacher_argmax, strict=True))
+        for k in range(3):
+            for t in range(len(row.ids) - 2 - k):
+                if row.mask[t + 1:t + 3 + k].all():        # every token lies in D here
+                    counted[k] += 1
+                    hits[k] += drafts[k, t] == argmax[t + 1 + k]
+    assert counted.tolist() == done.best["counted"]
+    np.testing.assert_allclose(hits / counted, done.best["accuracy"], atol=1e-6)
 
 
 @pytest.mark.parametrize("stop_after", [3, 7, 11])

@@ -31,6 +31,11 @@ class Bar:
         if time.monotonic() - self.told > 0.5 or self.done >= self.total:
             self.tell(note)
 
+    def expect(self, total: list[int]) -> None:
+        """Another total from here on, where the list holds one: the work was cut."""
+        if total and total[0] != self.total:
+            self.total = self.bar.total = total[0]
+
     def tell(self, note: str = "") -> None:
         self.told = time.monotonic()
         path = os.environ.get("EAGLE3NB_PROGRESS")

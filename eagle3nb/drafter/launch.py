@@ -72,6 +72,7 @@ def follow(process: subprocess.Popen, path: Path, started: float, on_metrics) ->
         while True:
             ended = process.poll() is not None
             lines = current(path, started)
+            bar.expect([line["total_tokens"] for line in lines if "total_tokens" in line][-1:])
             bar.advance(max(0, lines[-1]["tokens"] - bar.done) if lines else 0, note(lines))
             validated = sum(line["kind"] == "validation" for line in lines)
             if validated > evaluations or time.monotonic() - drawn > REDRAW:

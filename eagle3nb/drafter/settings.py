@@ -21,6 +21,7 @@ class Settings:
     ttt_steps: int = 3
     ttt_decay: float = 0.8
     epochs: int = 1
+    minutes: float = 0.0             # the schedule is cut after the warm-up to end in this time; 0: all epochs
     learning_rate: float = 1e-3
     warmup_share: float = 0.05
     weight_decay: float = 0.01
@@ -69,7 +70,7 @@ class Settings:
                  (self.pack_tokens >= 1, "pack_tokens must be 1 or more"),
                  (0 <= self.validation_share < 1, "validation_share must lie in 0 … 1"),
                  (0 <= self.warmup_share < 1, "warmup_share must lie in 0 … 1"),
-                 (self.clip > 0, "clip must be positive"),
+                 (self.clip > 0, "clip must be positive"), (self.minutes >= 0, "minutes must not be negative"),
                  (self.loss_average in ("slot", "document"), "loss_average must be slot or document"),
                  (self.initialise in CHOICES, f"initialise must be one of {', '.join(CHOICES)}")]
         for right, message in wrong:
@@ -77,9 +78,13 @@ class Settings:
                 raise UserError(f"{message}; see the parameters of notebook 4")
 
 
-def learning_rate(settings: Settings, step: int, total: int) -> float:
+def warmup_steps(settings: Settings, planned: int) -> int:
+    """Optimiser steps of the linear warm-up, of `planned` ones."""
+    return max(1, round(settings.warmup_share * planned))
+
+
+def learning_rate(settings: Settings, step: int, total: int, warmup: int) -> float:
     """Of optimiser step 0…total − 1: linear warm-up, then a cosine to zero."""
-    warmup = max(1, round(settings.warmup_share * total))
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))

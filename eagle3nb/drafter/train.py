@@ -5,6 +5,7 @@ their losses, step, write a line of metrics.jsonl; now and then evaluate on the 
 The notebook starts it through launch.py and follows metrics.jsonl:
 
     {"kind": "start", "step": 0, "steps": …, "tokens": total, …}
+    {"kind": "shortened", "step", "steps", "total_tokens"}      where `minutes` cut the schedule
     {"kind": "train", "step", "epoch", "tokens", "loss", "loss_k": [K], "accuracy": [K], "learning_rate", …}
     {"kind": "validation", "step", …, "loss", "loss_k", "accuracy", "conditional": [K], "acceptance", "seconds"}
     {"kind": "end", "step", …, "best": {the chosen evaluation}}
@@ -33,13 +34,15 @@ from eagle3nb.drafter.initialise import initialise, target_weights
 from eagle3nb.drafter.metrics import TeacherPrefix
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.drafter.packing import Pack, Plan, make_pack, pack_rows, split
-from eagle3nb.drafter.settings import Settings, learning_rate, run_identity
+from eagle3nb.drafter.settings import Settings, learning_rate, run_identity, warmup_steps
 from eagle3nb.drafter.ttt import loss_scales, pack_loss
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, read_json, shown
 from eagle3nb.states.store import Store
 from eagle3nb.states.target import facts_of
 
+OVERHEAD = 0.95   # of the time is for steps; the rest goes to evaluations and checkpoints
+PACED = 5         # optimiser steps, at least, before the pace is taken for what it will be
 MAX_SKIPPED = 10  # steps in a row with a gradient that is not finite, before training gives up
 
 
@@ -63,7 +66,7 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
     rows, held_out = split(store, settings.validation_share)
     plan = Plan.make(rows, store.lengths, epochs=settings.epochs, seed=settings.seed, pack_tokens=settings.pack_tokens,
                      accumulate=settings.accumulate)
-    total = len(plan.steps)
+    warmup = warmup_steps(settings, len(plan.steps))
 
     sizes = {"intermediate": settings.intermediate} if settings.intermediate else {}
     config = DraftConfig.from_target(facts, len(ids), norm_output=settings.norm_output, fc_norm=settings.fc_norm,
@@ -76,6 +79,7 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
     model.to(device).lm_head.weight.requires_grad_(not settings.freeze_head)
     optimizer = make_optimizer(model, settings)
     run = Run(settings, model, store, head.to(device), held_out, device, identity, column_scale(model, store, rows))
+    run.total = len(plan.steps)
 
     if resumed:
         state, tensors = resumed
@@ -85,16 +89,20 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
         with torch.no_grad():
             model.fc.weight.mul_(run.scale)
         torch.manual_seed(settings.seed)
-        run.begin(total, plan.tokens, len(rows))
+        run.begin(plan.tokens, len(rows))
         run.evaluate(0)
     evaluate_at = evaluation_steps(plan, settings.evaluate_every)
-    for step in range(run.step, total):
-        run.train_step(plan.steps[step], plan.epoch_of[step], optimizer, learning_rate(settings, step, total))
-        evaluates = run.step in evaluate_at
+    while run.step < run.total:
+        step = run.step
+        if settings.minutes and step >= warmup and len(run.pace) >= PACED and not run.shortened:
+            run.shorten(plan)
+        rate = learning_rate(settings, step, run.total, warmup)
+        run.train_step(plan.steps[step], plan.epoch_of[step], optimizer, rate)
+        evaluates = run.step in evaluate_at or run.step == run.total
         if evaluates:
             run.evaluate(plan.epoch_of[step])
         stopping, every = stop(), settings.checkpoint_every
-        if stopping or run.step == total or (run.step % every == 0 if every else evaluates):
+        if stopping or run.step == run.total or (run.step % every == 0 if every else evaluates):
             save_checkpoint(folder / "checkpoints", run.step, model, optimizer, run.state())
         if stopping:
             raise KeyboardInterrupt
@@ -134,27 +142,30 @@ class Run:
         self.t2d = model.t2d.cpu().numpy()
         self.validation = pack_rows(held_out, store.lengths, settings.pack_tokens)
         self.step, self.tokens, self.seconds, self.skipped, self.best = 0, 0, 0.0, 0, None
+        self.total, self.shortened, self.pace = 0, False, []              # pace: (tokens, seconds) so far, at each step
         self.started = time.monotonic()
 
     def state(self) -> dict:
-        return {"identity": self.identity, "tokens": self.tokens, "seconds": self.elapsed(), "best": self.best}
+        return {"identity": self.identity, "tokens": self.tokens, "seconds": self.elapsed(), "best": self.best,
+                "total": self.total, "shortened": self.shortened}
 
     def elapsed(self) -> float:
         return self.seconds + time.monotonic() - self.started
 
-    def begin(self, steps: int, tokens: int, rows: int) -> None:
+    def begin(self, tokens: int, rows: int) -> None:
         """A fresh run: what an earlier, different one left is removed, since its curve is not this one's."""
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         for name in ("metrics.jsonl", "model.safetensors", "config.json"):
             (self.folder / name).unlink(missing_ok=True)
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        self.write("start", steps=steps, total_tokens=tokens, rows=rows, parameters=trained, device=self.device,
+        self.write("start", steps=self.total, total_tokens=tokens, rows=rows, parameters=trained, device=self.device,
                    held_out_rows=sum(map(len, self.validation)), identity=self.identity)
 
     def resume(self, state: dict) -> None:
         """Go on at a checkpoint: records of later steps, which will be made again, are dropped."""
         self.step, self.tokens = state["step"], state["tokens"]
         self.seconds, self.best = state["seconds"], state["best"]
+        self.total, self.shortened = state["total"], state["shortened"]
         path = self.folder / "metrics.jsonl"
         kept = [line for line in read_metrics(path) if line["step"] <= self.step and line["kind"] != "end"]
         with atomic_write(path) as handle:
@@ -166,6 +177,19 @@ class Run:
         with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as handle:
             handle.write(json.dumps(line, allow_nan=False) + "\n")
         return line
+
+    def shorten(self, plan: Plan) -> None:
+        """Cuts the schedule, once, to the steps that the time left holds at the pace so far; the cosine ends there.
+
+        The one place where a result depends on the machine's speed; the cut is in metrics.jsonl and in checkpoints.
+        """
+        ends = np.cumsum([sum(int(self.store.lengths[rows].sum()) for rows in packs) for packs in plan.steps])
+        left = 60 * self.settings.minutes - self.elapsed()
+        tokens, seconds = np.subtract(self.pace[-1], self.pace[0])
+        reached = self.tokens + OVERHEAD * left * tokens / seconds
+        self.total = min(self.total, max(self.step + 1, int(np.searchsorted(ends, reached, side="right"))))
+        self.shortened = True
+        self.write("shortened", steps=self.total, total_tokens=int(ends[self.total - 1]))
 
     def packs(self, numbers) -> list[Pack]:
         """On the device, the captured layers' columns at unit scale."""
@@ -192,12 +216,13 @@ class Run:
         if self.skipped > MAX_SKIPPED:
             raise UserError(f"{self.skipped} steps in a row had a gradient that is not finite; lower learning_rate, "
                             "and check the states (extraction's probe)")
-        tokens = sum(len(pack.ids) for pack in packs)
+        tokens, seconds = sum(len(pack.ids) for pack in packs), time.monotonic() - clock
         self.step, self.tokens = self.step + 1, self.tokens + tokens
+        self.pace.append((self.tokens, self.elapsed()))
         self.write("train", epoch=epoch, loss=finite_or_none(loss), loss_k=rounded(counts.mean_loss),
                    accuracy=rounded(counts.accuracy), counted=counts.counted.tolist(), bearing=counts.bearing.tolist(),
                    learning_rate=rate, grad_norm=finite_or_none(norm), skipped=not finite,
-                   tokens_per_s=round(tokens / (time.monotonic() - clock), 1))
+                   tokens_per_s=round(tokens / seconds, 1))
 
     @torch.no_grad()
     def evaluate(self, epoch: int) -> None:

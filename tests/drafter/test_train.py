@@ -11,7 +11,7 @@ import torch
 from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.packing import Plan, make_pack, pack_rows, split
-from eagle3nb.drafter.settings import Settings, learning_rate
+from eagle3nb.drafter.settings import Settings, learning_rate, warmup_steps
 from eagle3nb.drafter.train import train
 from eagle3nb.drafter.ttt import chain
 from eagle3nb.errors import UserError
@@ -179,7 +179,7 @@ def test_pack_counts_as_the_design_says():
 
 def test_schedule():
     settings = Settings("", "", "", learning_rate=1.0, warmup_share=0.1)
-    rates = [learning_rate(settings, step, 100) for step in range(100)]
+    rates = [learning_rate(settings, step, 100, warmup_steps(settings, 100)) for step in range(100)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and rates[55] == pytest.approx(0.5) and 0 < rates[99] < 1e-3
 
 
@@ -193,3 +193,27 @@ def test_settings_are_strict(change, message):
     assert Settings.from_json(good) == Settings("a", "b", "c")
     with pytest.raises(UserError, match=message):
         Settings.from_json(good | change)
+
+
+def test_minutes_cut_the_schedule_to_what_fits(run, monkeypatch):
+    """A clock that goes one second a look: the run is cut after its warm-up, ends with a small learning rate and an
+    evaluation, and a resumed run keeps the cut that was made."""
+    clock = iter(range(1, 1_000_000))
+    monkeypatch.setattr("eagle3nb.drafter.train.time.monotonic", lambda: float(next(clock)))
+    whole = run("whole", epochs=30)
+    cut = run("cut", epochs=30, minutes=2.0)
+    (line,) = of(cut.metrics, "shortened")
+    steps = of(cut.metrics, "train")
+    assert len(steps) == line["steps"] == cut.metrics[-1]["step"] < len(of(whole.metrics, "train"))
+    assert steps[-1]["tokens"] == line["total_tokens"] and cut.metrics[-2]["kind"] == "validation"
+    assert steps[-1]["learning_rate"] < 0.05 * max(step["learning_rate"] for step in steps)
+    assert cut.metrics[-1]["seconds"] == pytest.approx(120, rel=0.25)    # evaluations look at the clock too
+    with pytest.raises(KeyboardInterrupt):
+        run("again", epochs=30, minutes=2.0, stop_after=line["step"] + 2)
+    again = run("again", epochs=30, minutes=2.0)
+    (same,) = of(again.metrics, "shortened")
+    assert same["steps"] == of(again.metrics, "train")[-1]["step"]
+
+
+def test_minutes_that_suffice_cut_nothing(run):
+    assert run("short", minutes=60.0).metrics[-1]["step"] == len(of(run("all").metrics, "train"))

@@ -19,6 +19,7 @@ from eagle3nb.progress import progress
 from eagle3nb.states.target import target_identity
 
 KEYS = {"id", "source", "messages"}
+CACHE = ".cache/answers"  # shared by all runs of the project: a second drafter finds them there
 LOOP_TOKENS = 24  # a shorter repeated tail is ordinary text: a ruler of dashes, three equal table cells
 
 
@@ -158,7 +159,7 @@ def answers(target, prompts: list[Prompt], *, max_new_tokens: int, beyond: int, 
     settings = {"max_new_tokens": max_new_tokens, "beyond": beyond, "stop_ids": list(stop_ids)}
     _check_lengths(target, prompts, max_new_tokens + beyond)
     identity = target_identity(target.dir)
-    files = [Path(cache_dir) / f"{_key(identity, prompt, settings)}.json" for prompt in prompts]
+    files = [resolve(cache_dir) / f"{_key(identity, prompt, settings)}.json" for prompt in prompts]
     kept = [_read(file, prompt) for file, prompt in zip(files, prompts, strict=True)]
     missing = [i for i, ids in enumerate(kept) if ids is None]
     if missing:
@@ -218,3 +219,14 @@ def overview(answers: list[Answer]) -> pd.DataFrame:
     by_source = table.groupby("source", as_index=False).sum()
     total = table.drop(columns="source").sum().to_frame().T.assign(source="all")
     return pd.concat([by_source, total[by_source.columns]], ignore_index=True)
+
+
+def examples(prompts: list[Prompt], answers: list[Answer], tokenizer, width: int = 240) -> list[dict]:
+    """The first answer of each source, to look at: rows {source, prompt, answer}, shortened to `width` characters."""
+    shown_sources, rows = set(), []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if answer.source not in shown_sources:
+            shown_sources.add(answer.source)
+            rows.append({"source": answer.source, "prompt": prompt.messages[-1]["content"][:width],
+                         "answer": tokenizer.decode(list(answer.ids))[:width]})
+    return rows

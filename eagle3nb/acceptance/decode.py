@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-NEAR_TIE = 1e-3  # logits; batched and incremental forwards of one fp32 model were seen 3e-4 apart
+from eagle3nb.errors import UserError
+from eagle3nb.progress import progress
+
+NEAR_TIE = 0.01  # logits; batched and incremental forwards of one fp32 model were seen some 1e-4 apart
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,55 @@ def difference(answer, decoded: Decode, walked) -> dict:
             margin = decoded.draft_margins[j][min(decoded.accepted[j], walked[j])]
     return {"id": answer.id, "source": answer.source, "verifies": len(decoded.accepted),
             "accepted": sum(decoded.accepted), "delivered": max(len(decoded.ids) - 1, 0),
-            "walk_verifies": len(walked), "walk_accepted": sum(walked),
-            "same_text": same_text, "same_counts": same_counts, "where": where, "margin": margin}
+            "walk_verifies": len(walked), "walk_accepted": sum(walked), "same_text": same_text,
+            "same_counts": same_counts, "equal": same_text and same_counts, "where": where, "margin": margin}
 
 
 def _first_difference(a: tuple, b: tuple) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def decode_all(target, drafter, answers, steps: int, max_new_tokens: int) -> list[Decode]:
+    """A real decode of each answer's prompt, one after another."""
+    decodes = []
+    with progress(len(answers), "decode", "prompts") as bar:
+        for answer in answers:
+            decodes.append(decode(target, drafter, answer.prompt, steps=steps, max_new_tokens=max_new_tokens))
+            bar.advance(1, f"{len(decodes[-1].ids)} tokens in {len(decodes[-1].accepted)} verifies")
+    return decodes
+
+
+def compare(chains, decodes: list[Decode], steps: int) -> list[dict]:
+    """`difference` of each decode and its chains' walk."""
+    return [difference(c.answer, d, c.walk(steps).lengths) for c, d in zip(chains, decodes, strict=True)]
+
+
+def summary(rows: list[dict]) -> dict:
+    """One row over all prompts that were compared."""
+    sums = ("verifies", "accepted", "delivered", "walk_verifies", "walk_accepted", "same_text", "same_counts", "equal")
+    return {"prompts": len(rows), **{name: sum(int(row[name]) for row in rows) for name in sums}}
+
+
+def verdict(rows: list[dict]) -> str:
+    """One sentence. Raises UserError where the two differ and no near tie explains it: one of them counts wrong."""
+    if not rows:
+        return "not compared with a real decode"
+    for row in rows:
+        if not row["equal"] and (row["margin"] is None or row["margin"] > NEAR_TIE):
+            raise UserError(f"prompt {row['id']}: walk and real decode differ at {row['where']} (margin "
+                            f"{row['margin']}), which no rounding explains; do not trust the figures, report it")
+    equal = sum(row["equal"] for row in rows)
+    if equal == len(rows):
+        return f"a real decode of {equal} prompts gave the same text and counts, verify by verify"
+    return f"a real decode equals the walk on {equal} of {len(rows)} prompts; {len(rows) - equal} parted at a near tie"
+
+
+def against_alone(target, answers, decodes: list[Decode], steps: int, max_new_tokens: int) -> list[dict]:
+    """`speeds` of the decodes and of the target alone on the same prompts (pass a few: this decodes them again)."""
+    if not answers:
+        return []
+    alone = decode_all(target, None, answers, 0, max_new_tokens)
+    return speeds({"target alone": alone, f"{steps} drafted tokens": decodes})
 
 
 def speeds(runs: dict[str, list[Decode]]) -> list[dict]:

@@ -13,6 +13,7 @@ import torch
 
 from eagle3nb.corpus.masks import counted_slots
 from eagle3nb.drafter import metrics, ttt
+from eagle3nb.errors import UserError
 from eagle3nb.progress import progress
 
 COUNTS = ["verifies", "accepted", "delivered"]
@@ -27,6 +28,13 @@ class Chains:
 
     def walk(self, steps: int) -> metrics.Walk:
         return metrics.walk(self.hits, self.answer.start, self.answer.end, steps)
+
+
+def check_steps(steps: int, steps_max: int) -> None:
+    """Raises UserError unless 1 ≤ steps ≤ steps_max."""
+    if not 1 <= steps <= steps_max:
+        raise UserError(f"steps is {steps}, but the walk is made for 1 to steps_max = {steps_max} drafted tokens; "
+                        "change one of them")
 
 
 def chains(target, drafter, answers, steps_max: int, *, batch_tokens: int = 4096) -> list[Chains]:
@@ -105,7 +113,12 @@ def row(table: pd.DataFrame, *, bootstrap: int, seed: int, **keys) -> dict:
 
 
 def acceptance(table: pd.DataFrame, *, bootstrap: int, seed: int) -> list[dict]:
-    """Rows {steps, source, tau, low, high, …} of `counts`: source "all" is the total, then each source by name."""
+    """Rows {steps, source, tau, low, high, …} of `counts`: source "all" is the total, then each source by name.
+
+    Raises UserError where no answer has a second token, so that nothing was verified.
+    """
+    if not table["verifies"].sum():
+        raise UserError("no answer is longer than one token, so nothing is verified; raise max_new_tokens")
     rows = []
     for steps, part in table.groupby("steps"):
         groups = [("all", part), *part.groupby("source")]
@@ -121,6 +134,18 @@ def degenerate(table: pd.DataFrame, *, bootstrap: int, seed: int) -> list[dict]:
             group = part[part["looping"] == loops]
             rows.append(row(group, bootstrap=bootstrap, seed=seed, steps=int(steps), answers=name))
     return rows
+
+
+def select(rows: list[dict], **keys) -> pd.DataFrame:
+    """The rows whose `keys` have these values, as a table."""
+    return pd.DataFrame([r for r in rows if all(r[key] == value for key, value in keys.items())])
+
+
+def sentence(total: dict) -> str:
+    """A row of `acceptance` in words."""
+    return (f"acceptance length {total['tau']:.2f} [{total['low']:.2f}, {total['high']:.2f}] with {total['steps']} "
+            f"drafted tokens, {total['accepted']:,} accepted in {total['verifies']:,} verifies, "
+            f"{total['prompts']} prompts")
 
 
 def by_position(found: list[Chains], steps: int) -> list[dict]:

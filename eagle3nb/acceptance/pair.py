@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+from eagle3nb.drafter import export
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, shown
+from eagle3nb.states.hf import TransformersTarget
 from eagle3nb.states.target import embedding, target_identity
+
+PARITY = 1e-5  # of the largest logit: what float32 allows between two orders of the same sums
 
 # What the store of hidden states says of its target → the same in target_identity.
 SAME = {"target config": "config", "target weights": "weights", "tokenizer": "tokenizer"}
@@ -30,3 +34,20 @@ def load_drafter(drafter_dir: str | Path, target_dir: str | Path) -> DraftModel:
     """The drafter in float32 over the target's embedding, for reading only; checked to be this target's."""
     check_pair(drafter_dir, target_dir)
     return DraftModel.load(drafter_dir, embedding(target_dir)).float().eval().requires_grad_(False)
+
+
+def load_target(target_dir: str | Path, engine: str) -> TransformersTarget:
+    """The target in float32. Raises UserError for an engine that cannot give states and text together yet."""
+    if engine != "transformers":
+        raise UserError(f"evaluation runs its target with engine transformers, not {engine!r} yet; set engine for this "
+                        "stage alone (-p engine transformers), where the target fits this machine in float32")
+    return TransformersTarget(target_dir)
+
+
+def check_export(drafter: DraftModel, folder: str | Path) -> float:
+    """Largest difference between the drafter's logits and the reloaded export's. Raises UserError above 1e-5."""
+    found = export.parity(drafter, folder)
+    if not found <= PARITY:
+        raise UserError(f"{shown(folder)}: the reloaded export's logits differ by {found:.1e} of the largest, "
+                        f"{PARITY:.0e} is allowed; do not serve it, report it")
+    return found

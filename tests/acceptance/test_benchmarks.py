@@ -131,6 +131,15 @@ def test_answers_end_at_their_stop_token_or_limit(target, tmp_path):
     assert total == {"prompts": 2, "prompt tokens": 4, "answer tokens": 9, "stopped": 1, "looping": 0}
 
 
+def test_examples_show_one_answer_a_source(target, tmp_path):
+    messages = ({"role": "user", "content": "Why? " * 100},)
+    asked = [Prompt(p.id, p.source, messages, p.ids) for p in [*PROMPTS, PROMPTS[0]]]
+    taken = answers(target, asked, max_new_tokens=6, beyond=2, cache_dir=tmp_path)
+    rows = benchmarks.examples(asked, taken, SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))), width=9)
+    assert rows == [{"source": "chat", "prompt": "Why? Why?", "answer": "28 29 30"},
+                    {"source": "code", "prompt": "Why? Why?", "answer": "6 7 8 9 1"}]
+
+
 def test_answers_are_decoded_once(target, tmp_path):
     first = answers(target, PROMPTS, max_new_tokens=6, beyond=2, cache_dir=tmp_path)
     again = answers(target, PROMPTS[::-1], max_new_tokens=6, beyond=2, cache_dir=tmp_path)

@@ -5,6 +5,7 @@ hidden_states; the drafter is loops over slots, heads and keys in float64 numpy,
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle3nb.acceptance import offline
-from eagle3nb.acceptance.decode import NEAR_TIE, Decode, decode, difference, speeds
+from eagle3nb.acceptance.decode import (
+    NEAR_TIE,
+    Decode,
+    against_alone,
+    compare,
+    decode,
+    decode_all,
+    difference,
+    speeds,
+    summary,
+    verdict,
+)
+from eagle3nb.errors import UserError
 
 K = 7
 
@@ -165,6 +178,39 @@ def test_a_difference_is_told_with_its_margin(world):
     other = (*answer.ids[:1], answer.ids[1] + 1, *answer.ids[2:])
     text = difference(answer, Decode(other, (2, 0), (5.0, NEAR_TIE / 2, *[5.0] * 18), ((), ()), 0.1, 0.2), [2, 0])
     assert not text["same_text"] and text["where"] == "answer token 1" and text["margin"] < NEAR_TIE
+
+
+def test_the_verdict_forgives_only_near_ties():
+    row = {"id": "a", "verifies": 3, "accepted": 2, "delivered": 5, "walk_verifies": 3, "walk_accepted": 2,
+           "same_text": True, "same_counts": True, "equal": True, "where": "", "margin": None}
+    tie = {**row, "same_counts": False, "equal": False, "where": "verify 1", "margin": NEAR_TIE / 2}
+    assert "2 prompts gave the same" in verdict([row, row])
+    assert "1 of 2 prompts; 1 parted at a near tie" in verdict([row, tie])
+    assert "not compared" in verdict([]) and summary([])["prompts"] == 0
+    for margin in (NEAR_TIE * 2, None):
+        with pytest.raises(UserError, match="differ at verify 1"):
+            verdict([row, {**tie, "margin": margin}])
+    total = summary([row, tie])
+    assert (total["prompts"], total["verifies"], total["accepted"], total["equal"]) == (2, 6, 4, 1)
+
+
+def test_many_decodes_and_the_target_alone(world, found):
+    answers = [chain.answer for chain in found[:3]]
+    target = Limited(world.target)
+    decodes = decode_all(target, world.drafter, answers, 2, 20)
+    assert [row["equal"] for row in compare(found[:3], decodes, 2)] == [True] * 3
+    rows = against_alone(target, answers, decodes, 2, 20)
+    assert [row["decode"] for row in rows] == ["target alone", "2 drafted tokens"]
+    assert rows[0]["tokens"] == rows[1]["tokens"] and rows[0]["verifies"] >= rows[1]["verifies"]
+    assert against_alone(target, [], [], 2, 20) == []
+
+
+class Limited:
+    """The world's target with the tests' stop tokens as its own."""
+
+    def __init__(self, target):
+        self.facts = replace(target.facts, eos=(28, 35))
+        self.forward, self.logits = target.forward, target.logits
 
 
 def test_speeds_of_two_decodes(world):

@@ -8,6 +8,7 @@ import pytest
 
 from eagle3nb.acceptance import offline
 from eagle3nb.acceptance.benchmarks import Answer
+from eagle3nb.errors import UserError
 
 
 def chain(id, source, lengths, *, prompt=3, tokens=7, K=4, looping=False):
@@ -47,8 +48,11 @@ def test_loops_are_reported_apart():
 
 def test_an_answer_of_one_token_has_no_verify():
     single = chain("s", "chat", [3], tokens=1)
-    (total, _) = offline.acceptance(offline.counts([single], [4]), bootstrap=50, seed=1)
-    assert total["tau"] is None and total["verifies"] == 0 and total["delivered"] == 0
+    with pytest.raises(UserError, match="raise max_new_tokens"):
+        offline.acceptance(offline.counts([single], [4]), bootstrap=50, seed=1)
+    other = chain("o", "code", [3], tokens=1)
+    _, _, empty = offline.acceptance(offline.counts([ONE, other], [4]), bootstrap=50, seed=1)
+    assert empty["source"] == "code" and empty["tau"] is None and empty["verifies"] == empty["delivered"] == 0
     both = offline.acceptance(offline.counts([single, ONE], [4]), bootstrap=50, seed=1)[0]
     assert both["tau"] == 2.0 and both["low"] == both["high"] == 2.0
 
@@ -137,5 +141,17 @@ def test_console_lines():
     assert "no verify" in lines[-1] and all(len(line) <= 90 for line in lines)
 
 
-def test_counts_are_a_table():
-    assert isinstance(offline.counts([ONE], [1]), pd.DataFrame)
+def test_select_and_sentence():
+    rows = offline.acceptance(offline.counts([ONE, TWO], [1, 4]), bootstrap=50, seed=1)
+    table = offline.select(rows, source="all")
+    assert isinstance(table, pd.DataFrame) and table["steps"].tolist() == [1, 4]
+    (total,) = offline.select(rows, source="all", steps=4).to_dict("records")
+    assert offline.sentence(total).startswith("acceptance length 3.00 [")
+    assert "4 drafted tokens, 10 accepted in 5 verifies, 2 prompts" in offline.sentence(total)
+
+
+def test_steps_lie_within_the_walk():
+    offline.check_steps(3, 7)
+    for steps, steps_max in ((0, 7), (8, 7)):
+        with pytest.raises(UserError, match=f"steps is {steps}"):
+            offline.check_steps(steps, steps_max)

@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from eagle3nb.acceptance.pair import load_drafter
+from eagle3nb.acceptance.pair import check_export, load_drafter, load_target
+from eagle3nb.drafter import export
 from eagle3nb.errors import UserError
 from eagle3nb.states.target import target_identity
 
@@ -36,6 +38,22 @@ def test_another_target_is_refused(world, saved, name):
     change(saved, lambda provenance: provenance["store"].update({name: "0" * 32}))
     with pytest.raises(UserError, match=f"another target .*differs in: {name}"):
         load_drafter(saved, world.folder)
+
+
+def test_engines(world):
+    assert load_target(world.folder, "transformers").dtype == torch.float32
+    with pytest.raises(UserError, match="not 'sglang' yet"):
+        load_target(world.folder, "sglang")
+
+
+def test_an_export_is_reloaded_and_compared(world, tmp_path):
+    export.export(world.drafter, tmp_path, target_layers=8)
+    assert check_export(world.drafter, tmp_path) <= 1e-5
+    changed = load_file(tmp_path / "model.safetensors")
+    changed["fc.weight"][0, 0] += 0.01
+    save_file(changed, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="do not serve it"):
+        check_export(world.drafter, tmp_path)
 
 
 def test_no_drafter_and_one_without_origin(world, saved, tmp_path):

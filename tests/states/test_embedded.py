@@ -55,6 +55,14 @@ def test_without_the_wheel_one_line_says_so(monkeypatch):
         embedded.gguf_path()
 
 
+def test_the_unpacked_tokenizer_keeps_the_model_s_digit_rule():
+    if not (embedded.project_root() / ".cache" / embedded.NAME / embedded.MARK).exists():
+        pytest.skip("the embedded target is not unpacked yet")
+    tokenizer = targets.load_tokenizer(embedded.embedded_dir())
+    pieces = [tokenizer.decode([token]) for token in tokenizer("\n\n2. Mix 137", add_special_tokens=False)["input_ids"]]
+    assert pieces == ["\n\n", "2", ".", " Mix", " ", "1", "3", "7"]
+
+
 class Gguf:
     """A reader of its own (the library's takes long over the vocabulary): tensors of kinds F32, Q4_1 and Q8_0."""
 

@@ -18,7 +18,7 @@ from eagle3nb.corpus.masks import (
     render,
     teacher_positions,
 )
-from eagle3nb.synthesis.answers import digits_apart, looping
+from eagle3nb.synthesis.answers import looping
 from eagle3nb.synthesis.prompts import expand, load_recipes, write_held_out
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -36,7 +36,7 @@ def rows_of(name):
 @cache
 def tokenizer():
     from eagle3nb.states.target import load_tokenizer, target_dir
-    return digits_apart(load_tokenizer(target_dir("embedded")))
+    return load_tokenizer(target_dir("embedded"))
 
 
 @cache

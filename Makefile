@@ -22,8 +22,9 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/eagle3nb run params/demo --run $(RUN)
 
+# One thread a process: two test processes of two threads each wait for one another, ten times slower on two cores.
 test: setup lint
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: setup
 	$(BIN)/ruff check .
@@ -34,6 +35,7 @@ lab: setup
 # Remakes the demo corpus with the project's own sampling (about 40 minutes on 2 cores).
 corpus: setup
 	$(BIN)/eagle3nb synthesise data/prompts data/demo
+	$(BIN)/python -c "from eagle3nb.synthesis.prompts import write_held_out as w; w('data/prompts', 'data/heldout.jsonl', 1)"
 
 clean:
 	rm -rf .venv .cache outputs/demo

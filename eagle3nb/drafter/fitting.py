@@ -24,7 +24,7 @@ from eagle3nb.drafter.model import DraftModel
 SLOTS = 20_000       # that the regressions see at most
 RIDGE = 1e-2         # of the mean diagonal of the normal equations, columns scaled to unit variance
 PAIRS = 5            # rotary pairs of the own-slot head: θ = 1 … ; fewer look elsewhere, more see no difference
-SHARPNESS = 5.0      # nats by which the own slot's score leads the slot before
+SHARPNESS = 8.0      # nats by which the own slot's score leads the slot before
 SWEEPS = 2           # over the steps: a step's input is what the step before makes of the last sweep's weights
 
 

@@ -22,7 +22,7 @@ class Settings:
     ttt_decay: float = 0.8
     epochs: int = 1
     minutes: float = 0.0             # the schedule is cut after the warm-up to end in this time; 0: all epochs
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     warmup_share: float = 0.05
     weight_decay: float = 0.01
     clip: float = 1.0

@@ -88,7 +88,8 @@ def counts(found: list[Chains], steps: list[int]) -> pd.DataFrame:
 
 
 def interval(accepted, verifies, *, bootstrap: int, seed: int, level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of 1 + Σ accepted / Σ verifies over resampled prompts. (nan, nan) without a verify.
+    """Percentile interval of 1 + Σ accepted / Σ verifies over resampled prompts: prompts of a very small number give
+    too narrow a one, and a single prompt's says nothing (see `row`).
 
     One seed draws the same prompts for every number of steps, so that intervals beside each other are paired.
     """
@@ -96,19 +97,22 @@ def interval(accepted, verifies, *, bootstrap: int, seed: int, level: float = 0.
     drawn = np.random.default_rng(seed).integers(len(accepted), size=(bootstrap, len(accepted)))
     below = verifies[drawn].sum(axis=1)
     taus = 1 + accepted[drawn].sum(axis=1)[below > 0] / below[below > 0]
-    if not len(taus):
-        return float("nan"), float("nan")
     return tuple(float(q) for q in np.quantile(taus, [(1 - level) / 2, (1 + level) / 2]))
 
 
 def row(table: pd.DataFrame, *, bootstrap: int, seed: int, **keys) -> dict:
-    """Sums over prompts, τ with its interval, and tokens delivered a verify; None where nothing was verified."""
+    """Sums over prompts, τ with its interval, and tokens delivered a verify; None where nothing was verified.
+
+    `low` and `high` are None where one prompt alone was verified: it has no spread to resample.
+    """
     sums = {name: int(table[name].sum()) for name in COUNTS}
     measured = {"tau": None, "low": None, "high": None, "delivered_per_verify": None}
     if sums["verifies"]:
-        low, high = interval(table["accepted"], table["verifies"], bootstrap=bootstrap, seed=seed)
-        measured = {"tau": metrics.acceptance_length(sums["verifies"], sums["accepted"]), "low": low, "high": high,
-                    "delivered_per_verify": sums["delivered"] / sums["verifies"]}
+        measured["tau"] = metrics.acceptance_length(sums["verifies"], sums["accepted"])
+        measured["delivered_per_verify"] = sums["delivered"] / sums["verifies"]
+    if (table["verifies"] > 0).sum() > 1:
+        ends = interval(table["accepted"], table["verifies"], bootstrap=bootstrap, seed=seed)
+        measured["low"], measured["high"] = ends
     return {**keys, **measured, "prompts": len(table), "tokens": int(table["tokens"].sum()), **sums}
 
 
@@ -138,12 +142,14 @@ def degenerate(table: pd.DataFrame, *, bootstrap: int, seed: int) -> list[dict]:
 
 def select(rows: list[dict], **keys) -> pd.DataFrame:
     """The rows whose `keys` have these values, as a table."""
-    return pd.DataFrame([r for r in rows if all(r[key] == value for key, value in keys.items())])
+    table = pd.DataFrame([r for r in rows if all(r[key] == value for key, value in keys.items())])
+    return table.astype({name: "float64" for name in ("tau", "low", "high") if name in table})
 
 
 def sentence(total: dict) -> str:
     """A row of `acceptance` in words."""
-    return (f"acceptance length {total['tau']:.2f} [{total['low']:.2f}, {total['high']:.2f}] with {total['steps']} "
+    between = "" if total["low"] is None else f" [{total['low']:.2f}, {total['high']:.2f}]"
+    return (f"acceptance length {total['tau']:.2f}{between} with {total['steps']} "
             f"drafted tokens, {total['accepted']:,} accepted in {total['verifies']:,} verifies, "
             f"{total['prompts']} prompts")
 
@@ -205,7 +211,7 @@ def console(rows: list[dict], steps: int) -> list[str]:
         elif r["tau"] is None:
             lines.append(f"  {name:<20}{'–':>6}   {'no verify':<15}{0:>9}{0:>9}{0:>10}")
         else:
-            between = f"{r['low']:.2f} – {r['high']:.2f}"
+            between = "one prompt" if r["low"] is None else f"{r['low']:.2f} – {r['high']:.2f}"
             lines.append(f"  {name:<20}{r['tau']:>6.2f}   {between:<15}"
                          f"{r['verifies']:>9}{r['accepted']:>9}{r['delivered']:>10}")
     return lines

@@ -35,7 +35,7 @@ def test_rows_of_two_answers():
     assert rows[4, "chat"]["tau"] == 2.0 and rows[4, "code"]["tau"] == 1 + 7 / 2
     # One step: ONE stands at 0 (1), 2 (0), 3 (1), 5 (0); TWO at 0 (1), 2, 3, 4 (0), 5 (1).
     assert (rows[1, "all"]["verifies"], rows[1, "all"]["accepted"]) == (9, 4)
-    assert rows[4, "chat"]["low"] == rows[4, "chat"]["high"] == 2.0  # one prompt: nothing to resample
+    assert rows[4, "chat"]["low"] is None and rows[4, "chat"]["high"] is None  # one prompt: nothing to resample
     assert total["low"] == pytest.approx(2.0) and total["high"] == pytest.approx(4.5)
 
 
@@ -54,7 +54,9 @@ def test_an_answer_of_one_token_has_no_verify():
     _, _, empty = offline.acceptance(offline.counts([ONE, other], [4]), bootstrap=50, seed=1)
     assert empty["source"] == "code" and empty["tau"] is None and empty["verifies"] == empty["delivered"] == 0
     both = offline.acceptance(offline.counts([single, ONE], [4]), bootstrap=50, seed=1)[0]
-    assert both["tau"] == 2.0 and both["low"] == both["high"] == 2.0
+    assert both["tau"] == 2.0 and both["low"] is None  # of two prompts, one was verified
+    three = offline.acceptance(offline.counts([single, ONE, ONE], [4]), bootstrap=50, seed=1)[0]
+    assert three["low"] == three["high"] == 2.0  # resamples of `single` alone have no τ and are left out
 
 
 def test_positions():
@@ -138,13 +140,15 @@ def test_console_lines():
     lines = offline.console(offline.acceptance(table, bootstrap=50, seed=1), 4)
     assert len(lines) == 2 + 2 + 1 + 3 and "by source, 4 draft steps" in lines[4]
     assert lines[3].split() == ["4", "3.00", *lines[3].split()[2:5], "5", "10", "12"]
-    assert "no verify" in lines[-1] and all(len(line) <= 90 for line in lines)
+    assert "no verify" in lines[-1] and "one prompt" in lines[-2] and all(len(line) <= 90 for line in lines)
 
 
 def test_select_and_sentence():
     rows = offline.acceptance(offline.counts([ONE, TWO], [1, 4]), bootstrap=50, seed=1)
     table = offline.select(rows, source="all")
     assert isinstance(table, pd.DataFrame) and table["steps"].tolist() == [1, 4]
+    assert offline.select(rows, source="chat")["low"].isna().all()
+    assert offline.sentence(rows[1]).startswith("acceptance length 1.50 with 1 drafted")
     (total,) = offline.select(rows, source="all", steps=4).to_dict("records")
     assert offline.sentence(total).startswith("acceptance length 3.00 [")
     assert "4 drafted tokens, 10 accepted in 5 verifies, 2 prompts" in offline.sentence(total)

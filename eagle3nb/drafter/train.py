@@ -187,9 +187,11 @@ class Run:
         left = 60 * self.settings.minutes - self.elapsed()
         tokens, seconds = np.subtract(self.pace[-1], self.pace[0])
         reached = self.tokens + OVERHEAD * left * tokens / seconds
-        self.total = min(self.total, max(self.step + 1, int(np.searchsorted(ends, reached, side="right"))))
+        total = max(self.step + 1, int(np.searchsorted(ends, reached, side="right")))
         self.shortened = True
-        self.write("shortened", steps=self.total, total_tokens=int(ends[self.total - 1]))
+        if total < self.total:
+            self.total = total
+            self.write("shortened", steps=total, total_tokens=int(ends[total - 1]))
 
     def packs(self, numbers) -> list[Pack]:
         """On the device, the captured layers' columns at unit scale."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from eagle3nb.errors import UserError
-from eagle3nb.files import read_json, xxh3_file
+from eagle3nb.files import read_json, resolve, xxh3_file
 from eagle3nb.record.declared import notebook_hash, notebook_of, stem
 from eagle3nb.record.provenance import code_hash, files_in, label, locate, parameters_hash, shareable
 from eagle3nb.record.stage import Paths
@@ -31,6 +31,8 @@ def why_run(stage: str, parameters: dict, paths: Paths) -> str:
         return "the notebook changed"
     if facts["code_xxh3"] != code_hash(stage):
         return "the package's code changed"
+    if twin["result"].get("planned") and resolve(parameters["data_root"]).exists():
+        return "the data that it planned for is there now"
     return changed_file(twin, parameters)
 
 

@@ -84,8 +84,10 @@ def find_sources(data_root: str | Path, exclude=()) -> list[Source]:
     kept = [source for source in sources if not is_excluded(source.name, exclude)]
     for entry in exclude:
         if not any(is_excluded(source.name, [entry]) for source in sources):
-            near = difflib.get_close_matches(entry, [source.name for source in sources], n=1, cutoff=0)
-            raise UserError(f"exclude: {entry!r} matches no dataset in {shown(root)}; did you mean {near[0]!r}?")
+            names = [source.name for source in sources]
+            near = difflib.get_close_matches(entry, names, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise UserError(f"exclude: {entry!r} matches no dataset in {shown(root)}; {hint}")
     if not kept:
         raise UserError(f"exclude leaves no dataset of {shown(root)}; shorten the list")
     return kept

@@ -82,6 +82,8 @@ def comments_by_line(source: str) -> dict[int, str]:
 
 def check(parameter: Parameter, value):
     """The value, where it has the declared type (an int will do for a float); UserError otherwise."""
+    if parameter.name == "limit" and isinstance(value, int) and value < 0:
+        raise UserError(f"parameter limit must be 0 (all rows) or more, not {value}")
     for kind in parameter.kind.split("|"):
         try:
             return strict(kind.strip(), value)
@@ -121,9 +123,10 @@ def coerce(parameter: Parameter, value):
     except UserError:
         for kind in parameter.kind.split("|"):
             try:
-                return lenient(kind.strip(), value)
+                fitting = lenient(kind.strip(), value)
             except ValueError:
                 continue
+            return check(parameter, fitting)
         raise
 
 

@@ -123,7 +123,8 @@ def open_writer(folder: str | Path, fingerprint: dict, sizes: dict) -> ShardWrit
     """Begin a store, or go on with the one that stands if it is the same by fingerprint. The caller holds the lock.
 
     sizes: {"hidden", "vocab", "rows", "tokens"}. Files of ours that no manifest knows (a process was killed) are
-    removed; a shard whose file is gone or cut short is forgotten, so it is made again.
+    removed; a shard whose file is gone, cut short or not what was written (its checksum is read: the store once, at the
+    disk's speed) is forgotten, so it is made again.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,8 +132,8 @@ def open_writer(folder: str | Path, fingerprint: dict, sizes: dict) -> ShardWrit
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         same_store(folder, manifest["fingerprint"], fingerprint)
-        manifest["shards"] = [entry for entry in manifest["shards"] if whole(folder, entry)]
-        manifest["head"] = manifest["head"] if manifest["head"] and whole(folder, manifest["head"]) else None
+        manifest["shards"] = [entry for entry in manifest["shards"] if same(folder, entry)]
+        manifest["head"] = manifest["head"] if manifest["head"] and same(folder, manifest["head"]) else None
     known = {MANIFEST, *(shard["file"] for shard in manifest["shards"])} | ({HEAD} if manifest["head"] else set())
     for file in folder.iterdir():
         if OWN.fullmatch(file.name) and file.name not in known:
@@ -182,6 +183,11 @@ def check_files(folder: Path, manifest: dict) -> None:
 def whole(folder: Path, entry: dict) -> bool:
     path = folder / entry["file"]
     return path.is_file() and path.stat().st_size == entry["bytes"]
+
+
+def same(folder: Path, entry: dict) -> bool:
+    """The file has the size and the checksum that the manifest tells."""
+    return whole(folder, entry) and xxh3_file(folder / entry["file"]) == entry["xxh3"]
 
 
 def rows_of(entry: dict) -> str:

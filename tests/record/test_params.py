@@ -132,3 +132,11 @@ def test_wrong_names_on_the_command_line(project):
 def test_yaml_is_read_as_papermill_reads_it():
     text = "a: 2026-01-01\nb: 1e-4\nc: 1.0e-4\nd: 010\ne: on\nf: [x, 1]\ng: 12:30:45\nh: {i: ~}\n"
     assert yaml.load(text, Loader=Loader) == yaml.load(text, Loader=NoDatesSafeLoader)
+
+
+@pytest.mark.parametrize("value", ["-1", -1])
+def test_a_negative_limit_is_refused_since_it_would_mean_all_rows(value):
+    from eagle3nb.record.declared import coerce, declared, notebook_of
+
+    with pytest.raises(UserError, match="limit must be 0"):
+        coerce(declared(notebook_of("merge"))["limit"], value)

@@ -46,6 +46,18 @@ def test_a_finished_store_costs_nothing_to_ask_for_again(corpus, target, tmp_pat
     assert again["teacher_positions"] == corpus.index["teacher_positions"].sum()
 
 
+def test_a_shard_whose_bytes_changed_is_made_again(corpus, target, tmp_path):
+    """Same size, other bytes: sizes alone would keep it, and the probe looks at the target, not at the store."""
+    extract(corpus, target, tmp_path, **SETTINGS)
+    before, victim = Store.open(tmp_path).content_hash(), Store.open(tmp_path).shards[1]
+    path = tmp_path / victim["file"]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-200] + b"XXXXXXXX" + whole[-192:])
+    again = extract(corpus, target, tmp_path, **SETTINGS)
+    assert again["extracted_tokens"] == victim["tokens"] and path.read_bytes() == whole
+    assert Store.open(tmp_path).content_hash() == before
+
+
 def test_limit_takes_the_first_rows(corpus, target, tmp_path):
     assert extract(corpus, target, tmp_path, **SETTINGS, limit=5)["rows"] == 5
     assert len(Store.open(tmp_path)) == 5

@@ -97,7 +97,8 @@ def test_bad_rows_stop_the_audit_after_it_has_written_what_it_found(project, uns
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"data_root": "nowhere"}, "nowhere does not exist"), ({"exclude": ["A3"]}, "'A3' matches no dataset in .*there are A"),
+    ({"data_root": "nowhere"}, "nowhere does not exist"),
+    ({"exclude": ["A3"]}, "'A3' matches no dataset in .*there are A"),
     ({"allow": ["schem"]}, "did you mean 'schema'"), ({"states_dtype": "fp16"}, "fp16"),
     ({"masks": "none"}, "choose 'own'"), ({"target": "data"}, "config.json")])
 def test_parameters_that_cannot_be_meant_are_one_line(project, unseen, change, words):

@@ -26,7 +26,7 @@ from eagle3nb.files import project_root, resolve, shown, xxh3_file
 PACKAGES = ("torch", "transformers", "numpy", "papermill", "ipykernel", "sglang", "triton")
 # The layers that each stage computes with, and the modules under all of them: a change elsewhere (a new figure in the
 # evaluation, this record layer) changes no result of it, and does not cost another ten hours of training.
-BASE = ("errors.py", "files.py", "progress.py")
+BASE = ("errors.py", "files.py", "progress.py", "lock.py")
 LAYERS = {"audit": ("corpus", "states", "drafter"), "merge": ("corpus", "states"), "extraction": ("corpus", "states"),
           "training": ("corpus", "states", "drafter"), "evaluation": ("corpus", "states", "drafter", "acceptance")}
 

@@ -7,7 +7,6 @@ package's code are the same. Exit codes: 0, 1 a stage failed, 2 wrong use (nothi
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shlex
@@ -18,8 +17,8 @@ import time
 import uuid
 from pathlib import Path
 
-from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, read_json, shown, write_json
+from eagle3nb.lock import only_one
 from eagle3nb.record import console, report
 from eagle3nb.record.declared import STAGES, notebook_hash, notebook_of, stem
 from eagle3nb.record.family import MARK, end_family
@@ -71,16 +70,10 @@ def state_folder(paths: Paths) -> Path:
     return paths.run / "work" / ".runner"
 
 
-@contextlib.contextmanager
 def locked(paths: Paths):
     """Holds the run: a second runner on the same run is refused. The system frees it however this process ends."""
-    state_folder(paths).mkdir(parents=True, exist_ok=True)
-    with open(state_folder(paths) / "lock", "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"run {paths.run.name} is under way already; wait, or choose another --run") from None
-        yield
+    busy = f"run {paths.run.name} is under way already; wait, or choose another --run"
+    return only_one(state_folder(paths) / "lock", wait=False, busy=busy)
 
 
 @contextlib.contextmanager

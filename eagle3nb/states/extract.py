@@ -15,10 +15,10 @@ from eagle3nb.corpus.masks import teacher_positions
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.errors import UserError
 from eagle3nb.files import disk_free, shown
+from eagle3nb.lock import only_one
 from eagle3nb.progress import progress
 from eagle3nb.states import store as stores
 from eagle3nb.states import target as targets
-from eagle3nb.states.lock import only_one
 from eagle3nb.states.plan import states_bytes
 
 LOGITS_BYTES = 1 << 26  # of one chunk of teacher logits in float32

@@ -27,12 +27,11 @@ def disk_plan(facts: TargetFacts, tokens: int, teacher_positions: int, folder: s
 
     What stands there counts as room: it is either this store begun, or one that must be deleted first.
     """
+    needed = states_bytes(facts, tokens, teacher_positions, dtype)
     sizes = {name: states_bytes(facts, tokens, teacher_positions, name) for name in BYTES}
-    if dtype not in sizes:
-        raise UserError(f"states_dtype {dtype!r} is unknown; choose one of {', '.join(BYTES)}")
     free, standing = disk_free(folder), standing_bytes(folder)
-    return {"bytes": sizes, "dtype": dtype, "needed": sizes[dtype], "free": free, "standing": standing,
-            "short": sizes[dtype] > free + standing}
+    return {"bytes": sizes, "dtype": dtype, "needed": needed, "free": free, "standing": standing,
+            "short": needed > free + standing}
 
 
 def standing_bytes(folder: str | Path) -> int:

@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 BIN := .venv/bin
 RUN ?= demo
 
-.PHONY: setup demo test lint lab corpus clean
+.PHONY: setup demo test lint lab corpus benchmark-merge clean
 
 setup: .venv/.ready
 
@@ -36,6 +36,12 @@ lab: setup
 corpus: setup
 	$(BIN)/eagle3nb synthesise data/prompts data/demo
 	$(BIN)/python -c "from eagle3nb.synthesis.prompts import write_held_out as w; w('data/prompts', 'data/heldout.jsonl', 1)"
+
+# The merge against a line copy, a plain script and Hugging Face datasets, which only this installs (about 5 minutes and
+# 6 GB of disk). OPTIONS="--records 2000 --big 0 --no-gate" for a look; all options: tests/benchmarks/merge.py.
+benchmark-merge: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BIN)/python tests/benchmarks/merge.py $(OPTIONS)
 
 clean:
 	rm -rf .venv .cache outputs/demo

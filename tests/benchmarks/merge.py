@@ -74,8 +74,9 @@ class Contest:
         print(f"{TITLES[name]} …", file=sys.stderr, flush=True)
         done = watch([sys.executable, str(HERE / "contestants.py"), name, str(task)], log, environment(self.folder))
         if done.code:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no message"]
-            self.problems[name] = f"failed with code {done.code}: {last[0]}"
+            lines = log.read_text(errors="replace").strip().splitlines() or ["no message"]
+            print("\n".join(lines[-20:]), file=sys.stderr)
+            self.problems[name] = f"failed with code {done.code}: {lines[-1]}"
             return
         self.runs[name].append(done)
         self.said[name] = json.loads(said.read_text())
@@ -117,9 +118,10 @@ def bounds(contest: Contest, big: dict | None) -> list[dict]:
     found = []
     for name, other, times in BOUNDS:
         a, b = contest.rate(name), contest.rate(other)
-        missing = [f"{TITLES[n]} {contest.problems.get(n, 'not run')}" for n in (name, other) if not contest.rate(n)]
+        missing = [f"{TITLES[n]} {contest.problems.get(n, 'not run').split(':')[0]}" for n in (name, other)
+                   if not contest.rate(n)]
         found.append({"bound": f"{TITLES[name]} at least {times:.3g} times as fast as {TITLES[other]}",
-                      "found": "; ".join(missing).split(":")[-1] if missing else f"{a / b:.2f} times",
+                      "found": "; ".join(missing) if missing else f"{a / b:.2f} times",
                       "met": not missing and a / b >= times})
     peaks = [(contest.made.bytes, max((run.memory for run in contest.runs["ours"]), default=None))]
     peaks += [(big["bytes"], big["peak"])] if big else []

@@ -157,9 +157,10 @@ def merge_big(folder: Path, gigabytes: float, seed: int) -> dict:
 
 
 def machine(cores: int) -> dict:
-    packages = [name for name in ("numpy", "orjson", "datasets", "pyarrow") if importlib.util.find_spec(name)]
+    versions = {package.name: package.version for package in importlib.metadata.distributions()
+                if package.name in ("numpy", "orjson", "datasets", "pyarrow")}
     return {"system": f"{platform.system()} {platform.machine()}", "cores": cores, "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in packages}}
+            **dict(sorted(versions.items()))}
 
 
 def show(result: dict) -> None:

@@ -24,7 +24,7 @@ FORMATS = (("ChatML", "<|im_start|>", "<|im_start|>assistant"),
            ("Kimi", "<|im_assistant|>", "<|im_assistant|>assistant"),
            ("DeepSeek", "<｜Assistant｜>", "<｜Assistant｜>"),
            ("Harmony", "<|start|>", "<|start|>assistant"))
-BEFORE, AFTER = ("", "\n", "a", ".", " ", "\n\n"), ("", "\n", "a", " ", "\n\n")  # what text may stand beside a token
+BESIDE = ("", "\n", "\n\n", " ", "a", ".", ")", '"', "<", ">")  # text that may stand before and behind a token's
 SHORTEST = 3  # tokens by which a special token spelled as text is told; fewer occur in ordinary text
 LIMITS = (256, 1000)  # a row whose length is a multiple of one was probably cut there by its generator
 
@@ -95,6 +95,8 @@ def _user_header(tokenizer, markers: Markers) -> tuple[int, ...]:
         shared = shared[len(shared) - shared[::-1].index(markers.end_of_turn):]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     begin = next((i for i, token in enumerate(shared) if token in special), len(shared))
+    while len(shared) > begin and shared[-1] not in special and not tokenizer.decode(shared[-1:]).strip():
+        shared = shared[:-1]  # blanks fuse with some texts, whatever was tried
     header = tuple(shared[begin:])
     alone = header and header[0] != tokenizer.bos_token_id and whole.count(header[0]) == 2  # two user turns
     return header[:1] if alone and not any(header[0] in opens for opens in markers.opens) else header
@@ -121,17 +123,19 @@ def _common(a, b) -> int:
 def _spellings(tokenizer, text: str) -> list[tuple[int, ...]]:
     """Patterns by which `text`, which holds special tokens, is found where it was tokenised as plain characters.
 
-    Tokens that fuse with a neighbour are left out while enough others remain. [] where too few do, or where the
-    tokenizer reads the special token whatever it is told.
+    A token that fuses with a neighbour at one end is left out while enough others remain. [] where too few do, or
+    where the tokenizer reads the special token whatever it is told.
     """
     special, found = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}, set()
-    for before in BEFORE:
-        for after in AFTER:
-            lead, stop, whole, rest = (_plain(tokenizer, part) for part in (
-                before, before + text, before + text + after, text + after))
+    rests = [(behind, _plain(tokenizer, text + behind)) for behind in BESIDE]
+    for before in BESIDE:
+        lead, stop = _plain(tokenizer, before), _plain(tokenizer, before + text)
+        for behind, rest in rests:
+            whole = _plain(tokenizer, before + text + behind)
             begin, end = _common(lead, whole), _common(stop, whole)
             inner = len(whole) - _common(rest[::-1], whole[::-1])  # behind a token fused with what stands before
-            pattern = tuple(whole[inner if end - inner >= SHORTEST else begin:end])
+            # One bracket must stay: "|user|" is a cell of a table, "|user|>" and "<|user|" are not.
+            pattern = tuple(whole[inner if end == len(stop) and end - inner >= SHORTEST else begin:end])
             if len(pattern) >= SHORTEST and not special.intersection(pattern):
                 found.add(pattern)
     return sorted(p for p in found if not any(q != p and _holds(p, q) for q in found))

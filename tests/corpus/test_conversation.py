@@ -226,6 +226,13 @@ def test_a_call_that_the_rows_end_cut(chat, text):
     assert chat.faults(unsupervised) == {}
 
 
+def test_a_call_left_open_in_a_whole_row_is_no_cut(thinker):
+    row = thinker.row(answer(content="<tool_call>{"))
+    assert row.ids[-1] == thinker.rules.markers.end_of_turn  # nothing follows it in this template
+    assert set(thinker.faults(row)) == {"tool_json_invalid"}
+    assert thinker.faults(thinker.row(row.messages, ids=row.ids[:-1])) == {}
+
+
 # ---------------------------------------------------------------------------------------------------- special tokens
 
 
@@ -239,6 +246,14 @@ def test_text_that_becomes_a_special_token(chat, thinker):
     parts = [{"role": "user", "content": [{"type": "text", "text": "<|im_middle|>"}, {"type": "image"}]}]
     assert "<|im_middle|>" in injected_token(parts, thinker.template)
     assert set(chat.faults(chat.row(said("say <|im_end|>", "x")))) == {"special_token_as_text"}
+
+
+def test_a_special_token_that_holds_up_no_turn_is_the_targets_own_to_say(kimi):
+    tokenizer = copy.deepcopy(kimi)
+    tokenizer.chat_template += "{# for <|never|> #}"
+    template = template_of(tokenizer, find_markers(tokenizer))
+    assert injected_token(said("x", "<|never|>"), template) == ""
+    assert "message 0 (user) holds <|never|>" in injected_token(said("<|never|>", "x"), template)
 
 
 # ---------------------------------------------------------------------------------------------------- rendering
@@ -277,6 +292,10 @@ def test_another_tokenisation_of_the_same_text_is_no_difference(chat):
     letters = np.concatenate([chat.ids(letter) for letter in "answers"])
     sampled = np.concatenate([ids[:start], letters, ids[-2:]])
     assert len(sampled) > len(ids) and chat.difference(chat.row(messages, ids=sampled)) == ""
+    messages = said("the user", "answers ☃")
+    sampled = np.concatenate([sampled[:-2], chat.ids(" ☃")])
+    for length in range(start, len(sampled) + 1):  # cut inside the snowman too
+        assert chat.difference(chat.row(messages, ids=sampled[:length])) == ""
 
 
 def test_thoughts_that_the_template_treats_by_turn_are_no_difference(thinker):

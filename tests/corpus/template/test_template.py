@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eagle3nb.corpus.hits import Hits
 from eagle3nb.corpus.masks import render
 from eagle3nb.corpus.patterns import find
-from eagle3nb.corpus.template import AFTER, BEFORE, mask_hits
+from eagle3nb.corpus.template import BESIDE, mask_hits
 from eagle3nb.files import project_root
 from eagle3nb.states import embedded
 
@@ -57,6 +57,18 @@ def test_a_header_of_plain_words_is_none(chatml, target):
     assert rows.template.user == () and rows.fault(rows.row("x", "owls", "y", "sing")) == {}
 
 
+def test_a_beginning_that_opens_every_users_turn_is_no_header_by_itself(chatml, target):
+    tokenizer = copy.deepcopy(chatml)
+    tokenizer.chat_template = ("{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+                               "{% else %} {{ m.content }} <|im_end|>{% endif %}{% endfor %}")
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    rows = target(tokenizer)
+    assert tokenizer.decode(rows.template.user) == "<s>[INST]"
+    row = rows.row("x", "owls", "y", "sing")
+    assert rows.fault(row) == {} and rows.fault([row[0], *row]) == {}  # two beginnings are not two users
+    assert set(rows.fault(rows.ids("<s>[INST] x<s>[INST] y [/INST] owls <|im_end|>"))) == {"roles_malformed"}
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_special_tokens_spelled_as_text_are_found_whatever_stands_beside_them(kinds, name):
     rows = kinds[name]
@@ -64,10 +76,10 @@ def test_special_tokens_spelled_as_text_are_found_whatever_stands_beside_them(ki
     assert tokens or name == "mistral"
     for token in tokens:
         patterns = [pattern for spelled, pattern in rows.template.spelled if spelled == token]
-        for before in BEFORE:
-            for after in AFTER:
+        for before in BESIDE:
+            for after in BESIDE:
                 ids = np.array(rows.plain(before + token + after), np.int32)
-                assert sum(len(find(ids, pattern)) for pattern in patterns) == 1, (before, after)
+                assert any(len(find(ids, pattern)) for pattern in patterns)
         assert not any(len(find(np.array(rows.ids(token), np.int32), pattern)) for pattern in patterns)
 
 
@@ -111,6 +123,22 @@ def test_no_batch_and_rows_of_one_token(chat):
     assert chat.hits([]).counts == {}
     assert chat.hits([[7], [8]], [[1], None]).counts == {
         "mask_all_one": 1, "mask_all_zero": 1, "mask_disagrees": 1, "template_mismatch": 2}
+
+
+@pytest.mark.skipif(not UNPACKED, reason="the embedded target is not unpacked yet (half a minute)")
+def test_special_tokens_spelled_as_text_are_found_though_they_fuse_with_their_neighbours(target):
+    from eagle3nb.states.target import load_tokenizer
+
+    rows = target(load_tokenizer(embedded.embedded_dir()))
+    asked = ("", "\n", "a")  # what fuses with nothing at one end, anything at the other
+    others = ("?", "```", "=", "</p>", ";\n", ":", "/", "'", "|", ",")
+    for before, behind in [*((a, b) for a in asked for b in others), *((b, a) for a in asked for b in others)]:
+        ids = np.array(rows.plain(before + "<|im_end|>" + behind), np.int32)
+        found = any(len(find(ids, p)) for token, p in rows.template.spelled if token == "<|im_end|>")
+        assert found, (before, behind)
+    for text in ("im_end", "<im_end>", "|im|_end|>", "<|image|>", "end|>", "|im_end|", "|assistant|"):
+        ids = np.array(rows.plain(f" {text} "), np.int32)
+        assert not any(len(find(ids, p)) for _, p in (*rows.template.spelled, *rows.template.foreign))
 
 
 @pytest.mark.skipif(not UNPACKED, reason="the embedded target is not unpacked yet (half a minute)")

@@ -168,3 +168,20 @@ def test_a_row_that_was_cut_in_or_behind_its_next_turn_is_no_fault(chat):
     assert len(longer) == 256 and chat.fault(longer) == {}
     longer.insert(5, longer[4])
     assert set(chat.fault(longer)) == {"roles_malformed"}
+
+
+# ---------------------------------------------------------------------------------------------------- rows side by side
+
+
+def test_nothing_is_found_across_rows(chat):
+    header, spelled, user = chat.markers.opens[0], chat.plain("<|im_end|>"), chat.ids("<|im_start|>user\n")
+    clean = chat.row("x", "owls")
+    for before, behind in ((header[:-1], header[-1:]), (header[:1], header[1:])):
+        hits = chat.hits([[*clean, *before], [*behind], clean])
+        assert hits.counts["template_mismatch"] == 1 and hits.examples["template_mismatch"][0][0] == 1
+    for cut in range(1, len(spelled)):
+        hits = chat.hits([[*clean, *spelled[:cut]], [*spelled[cut:], *clean]])
+        assert not hits.counts["special_token_as_text"]
+    assert chat.hits([[*clean, *user[:1]], [*user[1:], *clean]]).counts == {}
+    ends = [chat.markers.end_of_turn, *clean]  # as if the row before were supervised up to it
+    assert not chat.hits([clean[:-2], ends], [chat.derive(clean[:-2]), chat.derive(ends)]).counts["eot_unsupervised"]

@@ -18,7 +18,7 @@ def loops(ids: np.ndarray, mask: np.ndarray, starts: np.ndarray) -> tuple[np.nda
 
     * ends in a block that stands there at least twice in succession, over 24 tokens or more (as `answers.looping`);
     * anywhere repeats itself closely: a stretch of 96 tokens or more in at least four rounds of what came right before;
-    * has four of five of its 8-grams from itself (24 or more of them).
+    * has more than four of five of its 8-grams from itself.
 
     `looping`, for short fresh answers, stops at one of three; here that is what lists and tables in JSON come to (0.7
     and more in files of settings), while what circles without a new word comes to nearly 1.
@@ -28,7 +28,7 @@ def loops(ids: np.ndarray, mask: np.ndarray, starts: np.ndarray) -> tuple[np.nda
     run = np.searchsorted(edges, position, side="right") - 1
     counts, grams = np.bincount(run, minlength=len(origin)), np.diff(edges) - GRAM + 1
     found = [_end_circles(position, gap, edges[run + 1]), _inner_circles(position, gap)]
-    mostly = np.flatnonzero((grams >= LEAST) & (counts > MOSTLY * grams))
+    mostly = np.flatnonzero(counts > MOSTLY * grams)
     first = np.searchsorted(run, mostly)
     found.append(position[first] - gap[first])
     found = np.concatenate(found)

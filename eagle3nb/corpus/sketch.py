@@ -1,8 +1,6 @@
 """Near-duplicate rows, found in sketches of 384 bytes a row.
 
-One-permutation MinHash (Li, Owen and Zhang, "One Permutation Hashing", NeurIPS 2012), candidates by banding; bins left
-empty borrow another bin's value for the bands (Shrivastava, "Optimal Densification for Fast and Accurate Minwise
-Hashing", ICML 2017), never for the estimate. The bands take 128 bytes a row more.
+One-permutation MinHash (Li, Owen and Zhang, "One Permutation Hashing", NeurIPS 2012), candidates by banding.
 """
 
 import numpy as np
@@ -17,7 +15,7 @@ ALIKE = (0.7, 0.4, 0.5)  # the least Jaccard similarity of each part between nea
 ASKED = 32  # unsupervised tokens right before an answer: there stands what a long shared prompt asks this time
 EMPTY = np.uint16(0xFFFF)  # a bin without an n-gram
 NOTHING = np.uint64(0xFFFFFFFFFFFFFFFF)
-BAND = 4  # bins a band: two rows of similarity 0.7 share one of the 32 bands with probability 1 − (1 − 0.7⁴)³² > 0.9998
+BAND = 4  # bins a band: of the whole's 32 bands two rows of similarity 0.7 share one with probability 0.9998
 PAIRS = 1 << 14  # pairs compared at a time
 
 
@@ -74,8 +72,9 @@ def near_duplicates(sketches: np.ndarray, priority: np.ndarray) -> np.ndarray:
     Two rows are near duplicates if their 3-grams have an estimated Jaccard similarity of at least 0.7, those of what is
     supervised 0.4, and those of what is asked right before it 0.5; where both rows have nothing of a part, it counts as
     alike. So the same prompt with another answer is none, nor the same answer to another question under a long system
-    prompt. Clusters are what such pairs connect, so their ends may differ by more. Candidates share a band; in a
-    band's group each row meets the group's first and its neighbour only, which misses few pairs and costs O(R).
+    prompt. Clusters are what such pairs connect, so their ends may differ by more. Candidates share a band of any part;
+    there each row meets the band's first and the one before it only, which misses hardly a pair (under a prompt of
+    3,000 tokens that all rows share, the other parts' bands find them) and costs O(R). Memory: a copy of the sketches.
 
     The rows are put in order of priority first: with distinct priorities the clusters do not depend on the rows' order,
     only (through which candidates meet) on the priorities and on what other rows there are. Equal sketches always
@@ -85,10 +84,9 @@ def near_duplicates(sketches: np.ndarray, priority: np.ndarray) -> np.ndarray:
     ranked = sketches[order]
     labels = _equal_rows(ranked)
     distinct = np.flatnonzero((labels == np.arange(len(labels))) & (ranked[:, :PARTS[0]] != EMPTY).any(axis=1))
-    keys = _band_keys(ranked, distinct)
-    for band in range(keys.shape[1]):
-        one, other = _candidates(keys[:, band], keys[:, band - 1])
-        one, other = distinct[one], distinct[other]
+    for band in range(0, ranked.shape[1], BAND):
+        key = np.ascontiguousarray(ranked[distinct, band:band + BAND]).view(np.uint64)[:, 0]
+        one, other = (distinct[some] for some in _candidates(key))
         apart = labels[one] != labels[other]
         one, other = one[apart], other[apart]
         alike = _alike(ranked, one, other)
@@ -112,32 +110,9 @@ def _equal_rows(ranked) -> np.ndarray:
     return np.where(equal, first, np.arange(len(ranked)))
 
 
-def _band_keys(ranked, rows) -> np.ndarray:
-    """uint32[len(rows), 32]: a hash of each band's bins."""
-    keys = np.empty((len(rows), PARTS[0] // BAND), np.uint32)
-    for at in range(0, len(rows), ROWS):
-        bins = _densified(ranked[rows[at:at + ROWS], :PARTS[0]])
-        keys[at:at + ROWS] = mixed(np.ascontiguousarray(bins).view(np.uint64)) >> np.uint64(32)
-    return keys
-
-
-def _densified(bins: np.ndarray) -> np.ndarray:
-    """The bins, every empty one with the value of another that is not: in two rows the same other, if both have it."""
-    filled = bins.copy()
-    row, place = np.nonzero(bins == EMPTY)
-    for shift in np.random.default_rng(0).permutation(np.arange(1, bins.shape[1])):
-        if not len(row):
-            break
-        lent = bins[row, place ^ shift]
-        found = lent != EMPTY
-        filled[row[found], place[found]] = lent[found]
-        row, place = row[~found], place[~found]
-    return filled
-
-
-def _candidates(key, neighbour) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of rows with the same band. Those that agree in the `neighbour` band too come to lie side by side."""
-    order = np.argsort(key.astype(np.uint64) << np.uint64(32) | neighbour, kind="stable")
+def _candidates(key) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of rows with the same key: each with the first of them, and with the one before it."""
+    order = np.argsort(key, kind="stable")
     key = key[order]
     opens = np.ones(len(key), bool)
     opens[1:] = key[1:] != key[:-1]

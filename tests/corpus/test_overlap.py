@@ -71,12 +71,12 @@ def test_equals_the_slow_search(seed):
     prompts[3] = *prompts[3][:3], []
     rows = []
     for _ in range(8):
-        row = [9]
-        for _ in range(int(rng.integers(0, 6))):
+        row = []
+        for _ in range(int(rng.integers(1, 6))):
             content = contents[rng.integers(12)]
             cut = sorted(rng.integers(0, len(content) + 1, 2))
             row += [turn(content), content[cut[0]:cut[1]], [9], pool[rng.integers(6)], [1, 2]][rng.integers(5)]
-        rows.append(row)
+        rows.append(row or [9])
     assert found(rows, needles(prompts)) == slow(rows, prompts)
 
 
@@ -100,6 +100,7 @@ def test_it_takes_ten_ngrams_or_half_of_a_short_prompts():
     assert found([around + short[:GRAM + 2] + around], sought) == {0: (5, 1, 3 / 5)}
     pieces = [token for i in range(0, 80, 16) for token in [*long[i:i + GRAM + 1], 7]]  # ten of them, here and there
     assert found([pieces], sought) == {0: (0, 0, 10 / 88)}
+    assert found([around + short[:GRAM + 1], short[GRAM + 1:]], sought) == {}  # no n-gram reaches into the next row
     assert found([(long[:GRAM] + [7]) * 30], sought) == {}  # the same one again is one
 
 
@@ -124,6 +125,10 @@ def test_a_turn_is_compared_token_for_token():
         other = [*whole[:i], whole[i] + 1, *whole[i + 1:]]
         assert found([other], sought) == {}
     assert found([[8] + whole], sought) == {0: (1, 0, 1.0)}
+    alike = needles([("bench", "a", content, [*whole[:i], whole[i] + 1, *whole[i + 1:]]) for i in range(len(whole))]
+                    + [("bench", "b", content, whole)])
+    assert len(set(alike.turn_keys.tolist())) < len(whole)  # many equal the last one's
+    assert found([whole], alike) == {0: (0, len(whole), 1.0)}
 
 
 def test_a_row_is_told_by_the_prompt_of_the_highest_share():

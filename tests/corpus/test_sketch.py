@@ -135,13 +135,16 @@ def test_banding_finds_what_a_comparison_of_all_pairs_finds():
             for _ in range(size):
                 rows.append(talk(*row, SYSTEM[:20]))
                 row = row[0], edited(rng, row[1], 0.03)
+    for _ in range(150):  # hardly a band of the whole tells these apart
+        prompt, answer = words(rng, 8), words(rng, 8)
+        rows += [talk(prompt, answer, range(3000)), talk(prompt, [*answer[:4], 9, *answer[5:]], range(3000))]
     rows = [rows[i] for i in rng.permutation(len(rows))]
     found = sketches(*flat(rows))
     one, other = np.array(list(combinations(range(len(rows)), 2))).T
     alike = sketch._alike(found, one, other)
     wanted = np.arange(len(rows))
     sketch._join(wanted, one[alike], other[alike])
-    assert len(set(wanted.tolist())) < len(rows) - 20
+    assert len(set(wanted.tolist())) < len(rows) - 100
     assert np.array_equal(near_duplicates(found, np.arange(len(rows))), wanted)
 
 
@@ -192,3 +195,16 @@ def test_rows_without_anything_supervised_are_compared_as_a_whole():
     ids = words(rng, 300)
     rows = [(ids, [0] * 300), (edited(rng, ids, 0.01), [0] * 300), (ids, [0] * 200 + [1] * 100)]
     assert labels_of(rows).tolist() == [0, 0, 2]
+
+
+def test_equal_sketches_meet_however_crowded_their_bands_are():
+    """Every band of every row is one of two that half of the rows have; each row stands there twice."""
+    rng = np.random.default_rng(9)
+    found = np.repeat(rng.integers(0, 2, (200, 192 // 4)), 4, axis=1).astype(np.uint16)
+    labels = near_duplicates(np.concatenate([found, found]), rng.permutation(400))
+    assert np.array_equal(labels[:200], labels[200:]) and len(set(labels.tolist())) > 150
+
+
+def test_candidates_are_the_first_of_a_group_and_the_one_before():
+    one, other = sketch._candidates(np.array([5, 3, 5, 3, 5, 4], np.uint64))
+    assert set(zip(one.tolist(), other.tolist(), strict=True)) == {(2, 0), (4, 2), (4, 0), (3, 1)}

@@ -4,12 +4,14 @@ A relative path means the same in JupyterLab (whose working folder is notebooks/
 line: it starts at the project's root. Whatever is written appears whole or not at all.
 """
 
+import ctypes
 import json
 import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import xxhash
 
 from eagle3nb.errors import UserError
@@ -62,6 +64,62 @@ def atomic_write(path: str | Path, mode: str = "w"):
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def fresh_folder(path: Path):
+    """A new empty folder beside `path`, `<name>.<pid>.partial`: gone after the block unless it took the other's place.
+
+    What a killed process left there under such a name is removed first.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f"{path.name}.*.partial"):
+        pid = left.name[len(path.name) + 1:-len(".partial")]
+        if pid.isdigit() and left.is_dir() and not left.is_symlink() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left)
+    folder = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+
+
+def replace_folder(new: Path, path: Path, names: set[str]) -> None:
+    """`new` takes the place of the folder `path` in one step (renameat2, RENAME_EXCHANGE), and the old one is removed.
+
+    Files of the old folder other than `names` stay: they are in both for a moment. Where the file system cannot
+    exchange folders, the files are renamed one by one, the newest last.
+    """
+    new, path = Path(new), Path(path)
+    sync_folder(new)
+    if not path.exists():
+        os.rename(new, path)
+    else:
+        for other in path.iterdir():
+            if other.name not in names and other.is_file() and not (new / other.name).exists():
+                os.link(other, new / other.name)
+        if exchange(new, path):
+            for other in new.iterdir():  # the old one now
+                if other.is_dir() and not (path / other.name).exists():
+                    os.rename(other, path / other.name)
+            shutil.rmtree(new)
+        else:
+            for file in sorted(new.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+                os.replace(file, path / file.name)
+            new.rmdir()
+    sync_folder(path.parent)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Two paths change places in one step; False where this system or file system has no such call (Linux's man page
+    renameat2(2); AT_FDCWD is −100, RENAME_EXCHANGE 2)."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return call is not None and call(-100, os.fsencode(a), -100, os.fsencode(b), 2) == 0
 
 
 def sync_folder(folder: Path) -> None:

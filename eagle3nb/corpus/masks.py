@@ -14,6 +14,7 @@ from os.path import commonprefix
 import numpy as np
 from jinja2 import TemplateError
 
+from eagle3nb.corpus.patterns import find
 from eagle3nb.errors import UserError
 
 USERS = ("Zebra quilts", "17 blue jars")
@@ -134,20 +135,29 @@ def _special_ids(tokenizer, rendered: str) -> tuple[int, ...]:
 
 def mask_from_markers(ids: np.ndarray, markers: Markers) -> np.ndarray:
     """uint8[T]: 1 after an assistant header, through its end of turn (or the row's end)."""
+    return masks_from_markers(ids, np.array([0, len(ids)]), markers)
+
+
+def masks_from_markers(ids: np.ndarray, starts: np.ndarray, markers: Markers) -> np.ndarray:
+    """uint8[N]: the same for rows laid end to end, row r at starts[r] … starts[r+1]."""
     mask = np.zeros(len(ids), np.uint8)
-    ends = np.flatnonzero(ids == markers.end_of_turn)
-    firsts = np.flatnonzero(np.isin(ids, list({header[0] for header in markers.opens})))
+    found: dict[int, int] = {}  # where a header begins → its length, the longest that stands there
+    for header in reversed(markers.opens):
+        places = find(ids, header)
+        inside = places + len(header) <= starts[np.searchsorted(starts, places, side="right")]
+        found |= dict.fromkeys(places[inside].tolist(), len(header))
+    if not found:
+        return mask
+    heads = np.array(sorted(found), np.int64)
+    begins = heads + np.array([found[head] for head in heads.tolist()], np.int64)
+    row_ends = starts[np.searchsorted(starts, heads, side="right")]
+    ends = np.append(np.flatnonzero(ids == markers.end_of_turn), len(ids))
+    stops = np.minimum(ends[np.searchsorted(ends, begins)] + 1, row_ends)
     free = 0  # headers inside a span that is already an answer are the answer's
-    for position in firsts:
-        if position < free:
-            continue
-        header = next((h for h in markers.opens if tuple(ids[position:position + len(h)]) == h), None)
-        if header is None:
-            continue
-        start = position + len(header)
-        after = np.searchsorted(ends, start)
-        free = int(ends[after]) + 1 if after < len(ends) else len(ids)
-        mask[start:free] = 1
+    for head, begin, stop in zip(heads.tolist(), begins.tolist(), stops.tolist(), strict=True):
+        if head >= free:
+            mask[begin:stop] = 1
+            free = stop
     return mask
 
 

@@ -14,14 +14,14 @@ import pandas as pd
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, shown, xxh3_file
 
-ROWS, INDEX, REPORT = "merged.jsonl", "index.parquet", "merge.json"
+ROWS, INDEX, REJECTED, REPORT = "merged.jsonl", "index.parquet", "rejected.jsonl", "merge.json"
 
 
 class Corpus:
     """merged.jsonl with its index; rows are read one at a time, so memory does not grow with the corpus.
 
-    index   DataFrame, a row a record: source, file, line, offset, bytes, tokens, supervised, truncated (tokens cut
-            off), xxh3 (of the ids' int32 bytes), mask_xxh3
+    index   DataFrame, a row a record: source, file, line, offset, bytes, tokens, supervised, teacher_positions,
+            truncated (tokens cut off), copy (0: the row itself), validation, xxh3 (of the ids' int32 bytes), mask_xxh3
     report  merge.json
     hash    over the ordered hashes of ids and masks: the content and the order, not how the lines are spelt
     """

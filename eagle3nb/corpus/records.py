@@ -3,27 +3,22 @@
     {"id": "…", "input_ids": [1, 5, …], "loss_mask": [0, 1, …], "messages": […]}
 
 Also accepted: `prompt_ids` + `response_ids`, and as text `prompt` + `response` or `messages`/`conversations`, which the
-target's chat template renders. A line that cannot be used comes back as a Fault with its file and line, never as an
-exception: whoever reads decides what a fault costs.
+target's chat template renders. What is wrong with a line is told by rule; whoever reads decides what a fault costs.
 """
 
 import difflib
-import gzip
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import orjson
-import zstandard
 from jinja2 import TemplateError
 
+from eagle3nb.corpus.lines import SUFFIXES
 from eagle3nb.corpus.masks import encode, render
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
 
 
@@ -43,14 +38,13 @@ class Record:
     ids: np.ndarray  # int32[T]
     mask: np.ndarray | None  # uint8[T]
     messages: list[dict] | None
-    id: str | None
+    tools: list | None
+    raw: bytes  # the line's bytes, without the line break
     source: str
     file: str  # as a record may show it
     line: int  # 1-based
-    raw: bytes | None = None  # the line's bytes, without the line break
-    offset: int | None = None  # where they begin in an uncompressed file; None otherwise
-    tools: list | None = None
-    plain: bool = False  # the line holds `input_ids` and `loss_mask` as they are: its bytes can be kept
+    offset: int | None  # where they begin in an uncompressed file; None otherwise
+    plain: bool  # the line holds `input_ids` and `loss_mask` as they are: its bytes can be kept
 
 
 @dataclass(frozen=True)
@@ -103,101 +97,37 @@ def _files(folder: Path) -> tuple[Path, ...]:
                         and not path.name.startswith(".")))
 
 
-def read_records(source: Source, *, vocab_size: int, tokenizer=None, limit: int = 0,
-                 bar=None) -> Iterator[Record | Fault]:
-    """Each line of the source as a Record or a Fault, in file order; at most `limit` lines where it is not 0.
+def tokens(raw: bytes, vocab_size: int, tokenizer=None) -> tuple:
+    """(ids int32[T], mask uint8[T] or None, plain, False) of one line; Unusable (rule, what is wrong) otherwise.
 
-    `tokenizer` renders text rows; without one they are `schema` faults. Blank lines are no rows. `bar` (progress) is
-    advanced by the bytes read off the disk.
+    plain: the line holds `input_ids`, and `loss_mask` where there is a mask, as they are returned (the last value is
+    batch.py's `bare`). `tokenizer` is a function without arguments that returns it, called for rows of text alone.
     """
-    count = 0
-    for path in source.files:
-        name = f"{source.name}/{path.relative_to(source.path).as_posix()}"
-        lines = read_lines(path, bar)
-        number = 0
-        while True:
-            try:
-                number, offset, raw = next(lines)
-                item = _record(raw, offset, source.name, name, number, vocab_size, tokenizer)
-            except StopIteration:
-                break
-            except Unusable as unusable:
-                item = Fault(source.name, name, number, *unusable.args)
-            except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:  # cut short or damaged
-                yield Fault(source.name, name, number + 1, "json_invalid", f"file cannot be read on: {error}")
-                break
-            yield item
-            count += 1
-            if count == limit:
-                return
-
-
-def read_lines(path: Path, bar=None) -> Iterator[tuple[int, int | None, bytes]]:
-    """(line number from 1, byte offset or None where compressed, bytes) of every line that is not blank."""
-    offset = told = 0
-    with open(path, "rb", buffering=1 << 20) as handle:
-        unpack = {".gz": lambda packed: gzip.GzipFile(fileobj=packed), ".zst": _zst_lines}.get(path.suffix, iter)
-        for number, line in enumerate(unpack(handle), 1):
-            raw = line.strip()
-            if raw:
-                lead = len(line) - len(line.lstrip())
-                yield number, offset + lead if path.suffix == ".jsonl" else None, raw
-            offset += len(line)
-            if bar and handle.tell() - told > 1 << 20:
-                bar.advance(handle.tell() - told)
-                told = handle.tell()
-        if bar:
-            bar.advance(handle.tell() - told)
-
-
-def _zst_lines(handle) -> Iterator[bytes]:
-    """Lines of a file of any number of frames. zstandard's own reader takes a frame cut short for the end."""
-    frame, rest = zstandard.ZstdDecompressor().decompressobj(), b""
-    while chunk := handle.read(1 << 18):
-        while chunk:
-            if frame.eof:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-            *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
-            yield from (line + b"\n" for line in lines)
-            chunk = frame.unused_data
-    if rest:
-        yield rest
-    if not frame.eof:
-        raise EOFError("the last zstd frame is cut short")
-
-
-def _record(raw, offset, source, file, line, vocab_size, tokenizer) -> Record:
     try:
         row = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise Unusable("json_invalid", str(error)) from None
     if not isinstance(row, dict):
         raise Unusable("schema", "the line is not a JSON object")
-    messages, tools = _messages(row), row.get("tools")
-    ids, mask = _tokens(row, messages, tools, vocab_size, tokenizer)
-    name, tools = row.get("id"), tools if isinstance(tools, list) else None
-    plain = "input_ids" in row and mask is not None and not isinstance(row["loss_mask"][0], bool)
-    name = None if name is None else str(name)
-    return Record(ids, mask, messages, name, source, file, line, raw, offset, tools, plain)
-
-
-def _tokens(row, messages, tools, vocab_size, tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
-    """(ids, mask or None) of a parsed row, checked."""
-    if "input_ids" in row:
-        ids = _ids(row["input_ids"], "input_ids", vocab_size)
-        mask = None if row.get("loss_mask") is None else _mask(row["loss_mask"], len(ids))
-    elif "prompt_ids" in row and "response_ids" in row:
-        prompt = _ids(row["prompt_ids"], "prompt_ids", vocab_size)
-        response = _ids(row["response_ids"], "response_ids", vocab_size)
-        ids = np.concatenate([prompt, response])
-        mask = np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(response)])
-    elif messages:
-        ids, mask = _rendered(messages, tools, vocab_size, tokenizer), None
-    else:
-        raise Unusable("schema", f"no input_ids, prompt_ids + response_ids or text; keys: {', '.join(list(row)[:8])}")
+    ids, mask = _tokens(row, vocab_size, tokenizer)
     if not len(ids):
         raise Unusable("empty_row", "no tokens")
-    return ids, mask
+    plain = "input_ids" in row and (mask is None or not isinstance(row["loss_mask"][0], bool))
+    return ids, mask, plain and ("loss_mask" in row) == (mask is not None), False
+
+
+def _tokens(row, vocab_size, tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
+    if "input_ids" in row:
+        ids = _ids(row["input_ids"], "input_ids", vocab_size)
+        return ids, None if row.get("loss_mask") is None else _mask(row["loss_mask"], len(ids))
+    if "prompt_ids" in row and "response_ids" in row:
+        prompt = _ids(row["prompt_ids"], "prompt_ids", vocab_size)
+        response = _ids(row["response_ids"], "response_ids", vocab_size)
+        mask = np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(response)])
+        return np.concatenate([prompt, response]), mask
+    if messages := conversation(row):
+        return _rendered(messages, row.get("tools"), vocab_size, tokenizer), None
+    raise Unusable("schema", f"no input_ids, prompt_ids + response_ids or text; keys: {', '.join(list(row)[:8])}")
 
 
 def _array(values, name: str) -> np.ndarray:
@@ -238,8 +168,11 @@ def _mask(values, length: int) -> np.ndarray:
     return array.astype(np.uint8)
 
 
-def _messages(row: dict) -> list[dict] | None:
-    """The conversation as role/content messages, whatever dialect it came in; None where the row has none."""
+def conversation(row: dict) -> list[dict] | None:
+    """The conversation as role/content messages, whatever dialect it came in; None where the row has none.
+
+    Raises Unusable for what is no conversation.
+    """
     turns = row.get("messages") or row.get("conversations")
     if turns is None and "prompt" in row and "response" in row:
         prompt = row["prompt"]
@@ -265,6 +198,7 @@ def _rendered(messages, tools, vocab_size: int, tokenizer) -> np.ndarray:
     if tokenizer is None:
         raise Unusable("schema", "the row is text, and no tokenizer was given")
     try:
-        return _ids(encode(tokenizer, render(tokenizer, messages, tools=tools)), "the rendered text", vocab_size)
+        text = render(tokenizer(), messages, tools=tools)
+        return _ids(encode(tokenizer(), text), "the rendered text", vocab_size)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise Unusable("schema", f"the chat template refuses the row: {error}") from None

@@ -1,22 +1,58 @@
 """One pass over every row of every dataset, the excluded ones too: what there is, and what the merge will make of it.
 
-Memory: 32 bytes a row and the examples, whatever the rows' length.
+Rules on ids and masks see every row; `sample` looks at some rows' text besides. Memory: half a kilobyte a row and the
+examples, whatever the rows' length.
 """
 
-from array import array
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 
-from eagle3nb.corpus.decision import Decision, Rules, Tally, accounting_lines, decide
-from eagle3nb.corpus.masks import teacher_positions
-from eagle3nb.corpus.records import Fault, Record, Source, find_sources, is_excluded, read_records
+from eagle3nb.corpus.batch import Batch
+from eagle3nb.corpus.decision import NO_MASK, Decisions, Rules, Tally, counts, decide
+from eagle3nb.corpus.hits import EXAMPLES, Hits
+from eagle3nb.corpus.loops import loops
+from eagle3nb.corpus.overlap import Needles, overlaps
+from eagle3nb.corpus.records import Source, find_sources, is_excluded
+from eagle3nb.corpus.rows import Part, Rows, part_of
+from eagle3nb.corpus.scan import Found, file_name, pool_of, processes_for, scan
+from eagle3nb.corpus.sketch import sketches
+from eagle3nb.corpus.template import Template, mask_hits, template_hits, template_of
 from eagle3nb.errors import UserError
-from eagle3nb.progress import progress
 
-EXAMPLES = 5  # kept of each rule and source
+SHORT = 8  # tokens: hardly a question and an answer
+FULL = 0.9  # of the window: a prompt that takes so much leaves an answer no room
+HELD_OUT = 0.05  # of the contents, by hash: their tokens are counted apart, to judge a draft vocabulary by
+
+
+@dataclass(frozen=True)
+class Looking:
+    """What every process knows."""
+
+    rules: Rules
+    template: Template | None
+    needles: Needles | None
+    lengths: tuple[int, ...]  # where a cut is tried
+
+
+@dataclass
+class Look:
+    """What one batch gives. Lines count from 0 within its chunk."""
+
+    part: Part  # what the merge would keep
+    lines: np.ndarray  # int64[R]
+    offsets: np.ndarray  # int64[R]
+    lengths: np.ndarray  # int32[R] tokens, uncut
+    supervised: np.ndarray  # int32[R] supervised tokens, uncut
+    hashes: np.ndarray  # uint64[R] xxh3-64 of the ids, uncut
+    teachers: int  # positions that need the target's distribution, uncut
+    kept: np.ndarray  # int64[L] supervised tokens that each cut leaves
+    hits: Hits  # rows by rule; examples by line
+    tokens: tuple  # (ids, counts) of supervised tokens of the rows that the merge keeps
+    held_out: tuple  # the same of the held-out contents alone
 
 
 @dataclass
@@ -25,18 +61,57 @@ class SourceSurvey:
 
     name: str
     excluded: bool
-    files: int
+    files: list[str]  # as shown
     bytes: int  # on disk, as they lie
     tally: Tally  # what the merge will make of it
-    lengths: array = field(default_factory=lambda: array("i"))  # int32[R] tokens a row
-    supervised: array = field(default_factory=lambda: array("i"))  # int32[R] supervised tokens a row
-    teachers: int = 0  # positions that need the target's distribution, uncut
-    kept: dict[int, int] = field(default_factory=dict)  # at each length: supervised tokens left
-    counts: Counter = field(default_factory=Counter)  # rows by rule, faults and masks
-    examples: dict = field(default_factory=lambda: defaultdict(list))  # rule → [{file, line, detail}]
-    hashes: array = field(default_factory=lambda: array("Q"))  # xxh3-64 of each row's ids
-    places: array = field(default_factory=lambda: array("q"))  # file number << 40 | line
-    names: list[str] = field(default_factory=list)  # file names by number
+    vocab_size: int
+    kept: dict[int, int]  # at each length: supervised tokens left
+    teachers: int = 0
+    hits: Hits = field(default_factory=Hits)  # rows by rule
+    sampled: Counter = field(default_factory=Counter)  # those of them that were seen in the sample's text alone
+    examples: dict = field(default_factory=lambda: defaultdict(list))  # rule → [{file, line, at, detail}]
+    columns: dict = field(default_factory=lambda: defaultdict(list))  # of `Look`, with file and line
+
+    looked_at: int = 0  # rows whose text was looked at
+
+    def __post_init__(self):
+        self.token_counts = np.zeros(self.vocab_size, np.int64)
+        self.held_out_counts = np.zeros(self.vocab_size, np.int64)
+
+    def add(self, found: Found) -> None:
+        look: Look = found.value
+        self.teachers += look.teachers
+        for length, kept in zip(self.kept, look.kept.tolist(), strict=True):
+            self.kept[length] += kept
+        for counted, (ids, times) in ((self.token_counts, look.tokens), (self.held_out_counts, look.held_out)):
+            counted[ids] += times
+        self.hits.counts.update(look.hits.counts)
+        for rule, examples in look.hits.examples.items():
+            for line, at, detail in examples:
+                self.example(rule, self.files[found.file], found.line(line), at, detail)
+        for name, values in (("file", np.full(len(look.lines), found.file, np.int32)), ("offset", look.offsets),
+                             ("line", look.lines + found.before + 1), ("lengths", look.lengths),
+                             ("supervised", look.supervised), ("hashes", look.hashes)):
+            self.columns[name].append(values)
+
+    def example(self, rule: str, file: str, line: int, at: int | None, detail: str) -> None:
+        if len(self.examples[rule]) < EXAMPLES:
+            self.examples[rule].append({"file": file, "line": line, "at": at, "detail": detail})
+
+    def note_sampled(self, rule: str, file: str, line: int, detail: str) -> None:
+        """A fault that a row of the sample has in its text."""
+        self.hits.counts[rule] += 1
+        self.sampled[rule] += 1
+        self.example(rule, file, line, None, detail)
+
+    def close(self) -> None:
+        self.columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        """lengths, supervised, hashes, file, line, offset: an array with an entry a usable row, in their order."""
+        if name in ("lengths", "supervised", "hashes", "file", "line", "offset"):
+            return self.columns.get(name, np.zeros(0, np.int64))
+        raise AttributeError(name)
 
     @property
     def records(self) -> int:
@@ -54,15 +129,9 @@ class SourceSurvey:
     def mean_length(self) -> float:
         return self.tokens / max(self.records, 1)
 
-    def place(self, row: int) -> tuple[str, int]:
-        """(file, line) of a usable row."""
-        return self.names[self.places[row] >> 40], self.places[row] & ((1 << 40) - 1)
-
-    def note(self, rule: str, file: str, line: int, detail: str) -> None:
-        """One more row under `rule`; the first few are kept as examples."""
-        self.counts[rule] += 1
-        if len(self.examples[rule]) < EXAMPLES:
-            self.examples[rule].append({"file": file, "line": line, "detail": detail})
+    def place(self, row: int) -> dict:
+        """{file, line} of a usable row."""
+        return {"file": self.files[self.file[row]], "line": int(self.line[row])}
 
     def lost(self, length: int) -> float:
         """Share of the supervised tokens that a cut at `length` loses."""
@@ -71,13 +140,24 @@ class SourceSurvey:
 
 @dataclass(frozen=True)
 class Survey:
-    """All sources by name, and the rules they were looked at with."""
+    """All sources by name, and what they were looked at with."""
 
     sources: list[SourceSurvey]
-    rules: Rules
-    lengths: tuple[int, ...]  # where a cut was tried; max_seq_len is among them
-    exclude: tuple[str, ...] = ()
-    limit: int = 0
+    rows: Rows  # what the merge would keep of the sources that are not excluded
+    looking: Looking
+    vocab_size: int
+    exclude: tuple[str, ...]
+    limit: int
+    places: tuple[Source, ...]  # where they lie
+
+    @property
+    def rules(self) -> Rules:
+        return self.looking.rules
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Where a cut was tried; max_seq_len is among them."""
+        return self.looking.lengths
 
     @property
     def kept(self) -> list[SourceSurvey]:
@@ -85,116 +165,108 @@ class Survey:
         return [source for source in self.sources if not source.excluded]
 
 
-def survey(data_root, *, exclude=(), rules: Rules, vocab_size: int, lengths=(), limit: int = 0) -> Survey:
-    """Read everything once. Raises UserError only where there is nothing to read; what is wrong inside is noted."""
-    find_sources(data_root, exclude)
-    sources = find_sources(data_root)
+def survey(data_root, *, rules: Rules, vocab_size: int, needles: Needles | None = None, exclude=(), lengths=(),
+           limit: int = 0, processes: int = 0) -> Survey:
+    """Read everything once. `rules` with markers bring the rules on templates, `needles` those on overlap.
+
+    Raises UserError only where there is nothing to read; what is wrong inside is noted.
+    """
     if wrong := [length for length in lengths if length < 3]:
         raise UserError(f"lengths holds {wrong[0]}; give numbers of tokens, 3 or more")
-    lengths = tuple(sorted({*lengths, rules.max_seq_len}))
-    size = sum(path.stat().st_size for source in sources for path in source.files)
-    with progress(size, "audit: reading", "B") as bar:
-        found = [_survey(source, is_excluded(source.name, exclude), rules, vocab_size, lengths, limit, bar)
-                 for source in sources]
-    return Survey(found, rules, lengths, tuple(exclude), limit)
+    shared = Looking(rules, _template(rules), needles, tuple(sorted({*lengths, rules.max_seq_len})))
+    find_sources(data_root, exclude)
+    sources = find_sources(data_root)
+    sizes = [sum(path.stat().st_size for path in source.files) for source in sources]
+    seen = [SourceSurvey(source.name, is_excluded(source.name, exclude),
+                         [file_name(source, f) for f in range(len(source.files))], size, Tally(source.name), vocab_size,
+                         dict.fromkeys(shared.lengths, 0)) for source, size in zip(sources, sizes, strict=True)]
+    rows = Rows([(s, file_name(source, f), path) for s, source in enumerate(sources)
+                 for f, path in enumerate(source.files)])
+    with pool_of(processes_for(sum(sizes), processes), shared) as pool:
+        for found in scan(sources, look, pool, vocab_size=vocab_size, limit=limit, what="audit: reading"):
+            of, part = seen[found.source], found.value.part
+            of.add(found)
+            of.tally.take(part.faults, part.skipped[1], part.checks)
+            if not of.excluded:
+                rows.add(found.source, found.file, found.before, part)
+    for source in seen:
+        source.close()
+    rows.close()
+    return Survey(seen, rows, shared, vocab_size, tuple(exclude), limit, tuple(sources))
 
 
-def _survey(source: Source, excluded: bool, rules: Rules, vocab_size: int, lengths, limit: int, bar) -> SourceSurvey:
-    size = sum(path.stat().st_size for path in source.files)
-    tally, kept = Tally(source.name), dict.fromkeys(lengths, 0)
-    seen = SourceSurvey(source.name, excluded, len(source.files), size, tally, kept=kept)
-    for item in read_records(source, vocab_size=vocab_size, tokenizer=rules.tokenizer, limit=limit, bar=bar):
-        if isinstance(item, Fault):
-            seen.tally.skip(item.rule)
-            seen.note(item.rule, item.file, item.line, item.detail)
-            continue
-        made = decide(item, seen.records + 1, rules)
-        seen.tally.add(made)
-        _measure(seen, item, made)
-        _check_mask(seen, item, made)
-    return seen
+def _template(rules: Rules) -> Template | None:
+    """Without a tokenizer that could tell more, only what the markers say."""
+    if rules.markers is None:
+        return None
+    if rules.tokenizer is None:
+        return Template((), (), None, (0,) * len(rules.markers.opens), (), (), ())
+    return template_of(rules.tokenizer, rules.markers)
 
 
-def _measure(seen: SourceSurvey, record: Record, made: Decision) -> None:
-    """Lengths, what each cut would keep, and the row's hash."""
-    mask = np.zeros(len(record.ids), np.uint8) if made.whole is None else made.whole
-    reached = np.cumsum(mask, dtype=np.int64)  # supervised tokens up to and with each position
-    seen.lengths.append(len(mask))
-    seen.supervised.append(int(reached[-1]))
-    seen.teachers += len(teacher_positions(mask))
-    for length in seen.kept:
-        seen.kept[length] += int(reached[min(length, len(mask)) - 1])
-    if not seen.names or seen.names[-1] != record.file:
-        seen.names.append(record.file)
-    seen.places.append((len(seen.names) - 1) << 40 | record.line)
-    seen.hashes.append(xxhash.xxh3_64_intdigest(record.ids.tobytes()))
+# ------------------------------------------------------------------------------------------------ in the processes
 
 
-def _check_mask(seen: SourceSurvey, record: Record, made: Decision) -> None:
-    """Rules on the row's mask."""
-    at = record.file, record.line
-    if made.whole is None:
-        return seen.note("schema", *at, made.reason)
-    if not made.whole.any():
-        seen.note("mask_all_zero", *at, f"none of {len(made.whole)} tokens is supervised")
-    elif made.whole.all():
-        seen.note("mask_all_one", *at, f"all {len(made.whole)} tokens are supervised, the prompt too")
-    if made.detail:
-        seen.note("mask_disagrees", *at, made.detail)
+def look(batch: Batch, shared: Looking) -> Look:
+    """One batch, by every rule on ids and masks."""
+    made, hits = decide(batch, shared.rules), Hits()
+    part = part_of(batch, made)
+    ids, mask, starts = made.kept_rows(batch)
+    part.sketches = sketches(ids, mask, starts)
+    lengths = batch.lengths
+    supervised = counts(made.mask.view(bool), batch.starts[:-1], batch.starts[1:])
+    pairs = np.zeros(len(made.mask), bool)
+    pairs[:-1] = (made.mask[:-1] & made.mask[1:]).view(bool)
+    hashes = [xxhash.xxh3_64_intdigest(batch.ids[batch.row(r)]) for r in range(len(batch))]
+    kept = [counts(made.mask.view(bool), batch.starts[:-1], batch.starts[:-1] + np.minimum(lengths, length)).sum()
+            for length in shared.lengths]
+    _rules(batch, made, shared, supervised, hits)
+    found = Look(part, batch.lines, batch.offsets, lengths.astype(np.int32), supervised.astype(np.int32),
+                 np.array(hashes, np.uint64), int(counts(pairs, batch.starts[:-1], batch.starts[1:] - 1).sum()),
+                 np.array(kept, np.int64), hits, *_token_counts(ids, mask, starts, part))
+    for examples in hits.examples.values():
+        examples[:] = [(int(batch.lines[row]), at, detail) for row, at, detail in examples]
+    for line, rule, detail in batch.faults:
+        hits.counts[rule] += 1
+        if len(hits.examples[rule]) < EXAMPLES:
+            hits.examples[rule].append((line, None, detail))
+    return found
 
 
-def forecast(found: Survey) -> dict:
-    """What the merge will count: its settings, each source's account, the accounting lines, and the totals."""
-    sources = [source.tally.to_json() for source in found.kept]
-    totals = {name: sum(source[name] for source in sources)
-              for name in ("records", "tokens", "supervised", "teacher_positions")}
-    settings = {"max_seq_len": found.rules.max_seq_len, "masks": found.rules.masks, "limit": found.limit,
-                "exclude": list(found.exclude)}
-    return {"settings": settings, **totals, "lines": accounting_lines(sources), "sources": sources}
+def _rules(batch: Batch, made: Decisions, shared: Looking, supervised: np.ndarray, hits: Hits) -> None:
+    ids, starts, window = batch.ids, batch.starts, shared.rules.max_seq_len
+    if not len(batch):
+        return
+    if shared.template is not None and made.derived is not None:
+        template_hits(ids, batch.mask, batch.own, made.derived, starts, shared.rules.markers, shared.template, hits)
+    else:
+        mask_hits(made.mask, starts, hits)
+    without = np.flatnonzero(made.reason == NO_MASK)
+    hits.add("schema", without, None, lambda row, at: "no loss_mask and no template to derive one")
+    lengths = batch.lengths
+    hits.add("too_short", np.flatnonzero(lengths < SHORT), None, lambda row, at: f"{lengths[row]} tokens")
+    first = np.array([int(np.argmax(made.mask[batch.row(r)])) for r in range(len(batch))])
+    full = np.flatnonzero((supervised > 0) & (first >= FULL * window) & (made.reason != NO_MASK))
+    hits.add("prompt_fills_window", full, np.minimum(first[full], lengths[full] - 1),
+             lambda row, at: f"the first answer begins at token {first[row]:,} of {window:,}")
+    rows, at, share = loops(ids, made.mask, starts)
+    shares = dict(zip(rows.tolist(), share.tolist(), strict=True))
+    hits.add("degenerate_text", rows, at,
+             lambda row, at: f"{shares[row]:.0%} of the answer's 8-grams stood there before")
+    if shared.needles:
+        rows, at, which, share = overlaps(ids, starts, shared.needles)
+        told = dict(zip(rows.tolist(), zip(which.tolist(), share.tolist(), strict=True), strict=True))
+        hits.add("benchmark_overlap", rows, at,
+                 lambda row, at: f"{shared.needles.benchmarks[told[row][0]]} {shared.needles.names[told[row][0]]}: "
+                             f"{told[row][1]:.0%} of the prompt")
 
 
-def overview(found: Survey) -> list[dict]:
-    """A row a source, for a table: sizes, lengths, share of the tokens among the sources that are kept."""
-    total = sum(source.tokens for source in found.kept)
-    rows = []
-    for source in found.sources:
-        lengths = np.asarray(source.lengths) if source.records else np.zeros(1, np.int32)
-        rows.append({
-            "source": source.name, "used": "excluded" if source.excluded else "", "records": source.records,
-            "tokens": source.tokens,
-            "share %": None if source.excluded else round(100 * source.tokens / max(total, 1), 1),
-            "supervised": source.supervised_tokens, "mean length": round(source.mean_length, 1),
-            "median": int(np.median(lengths)), "p95": int(np.percentile(lengths, 95)), "longest": int(lengths.max()),
-            "skipped": sum(source.tally.skipped.values())})
-    return rows
-
-
-def heaviest(found: Survey) -> str:
-    """The source with the most tokens, in words."""
-    most = max(found.sources, key=lambda source: source.tokens)
-    total, used = sum(source.tokens for source in found.sources), " (excluded)" if most.excluded else ""
-    return f"{most.name}{used} holds {most.tokens / max(total, 1):.0%} of all tokens"
-
-
-def losses(found: Survey) -> list[dict]:
-    """A row a source, for a table: percent of the supervised tokens lost at each cut."""
-    return [{"source": source.name} | {f"{length:,}": round(100 * source.lost(length), 2) for length in found.lengths}
-            for source in found.sources]
-
-
-def to_json(source: SourceSurvey) -> dict:
-    """One entry of `sources` in findings.json."""
-    lengths = np.asarray(source.lengths, np.int64)
-    edges = [0, *(1 << power for power in range(4, 19))]
-    percentiles = np.percentile(lengths, (50, 90, 95, 99)).tolist() if len(lengths) else [0.0] * 4
-    return {
-        "source": source.name, "excluded": source.excluded, "files": source.files, "bytes": source.bytes,
-        "records": source.records, "tokens": source.tokens, "supervised": source.supervised_tokens,
-        "teacher_positions": source.teachers, "mean_length": source.mean_length,
-        "percentiles": dict(zip(("p50", "p90", "p95", "p99"), percentiles, strict=True)),
-        "longest": int(lengths.max(initial=0)),
-        "histogram": {"edges": edges, "rows": np.histogram(lengths, edges)[0].tolist()},
-        "truncation": [{"max_seq_len": length, "rows": int((lengths > length).sum()),
-                        "tokens": int(np.minimum(lengths, length).sum()), "supervised": kept}
-                       for length, kept in source.kept.items()],
-        "forecast": source.tally.to_json()}
+def _token_counts(ids: np.ndarray, mask: np.ndarray, starts: np.ndarray, part: Part) -> Iterator[tuple]:
+    """((ids, counts) of all supervised tokens, the same of the held-out rows')."""
+    bound = int(HELD_OUT * (1 << 64))
+    held = part.ids_hash.view(">u8").reshape(-1, 2)[:, 0].astype(np.uint64) < bound if len(part.ids_hash) else []
+    of_held = np.repeat(held, np.diff(starts)) if len(part.ids_hash) else np.zeros(0, bool)
+    for chosen in (mask == 1, (mask == 1) & of_held):
+        times = np.bincount(ids[chosen])
+        found = np.flatnonzero(times)
+        yield found, times[found]

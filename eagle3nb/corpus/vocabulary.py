@@ -65,3 +65,33 @@ def choose(counts: np.ndarray, size: int, forced=()) -> Vocabulary:
 def coverage(counts: np.ndarray, vocabulary: Vocabulary) -> float:
     """Share of the counted tokens that D holds; 0 where nothing was counted."""
     return float(counts[vocabulary.ids].sum() / max(counts.sum(), 1))
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of what the target says lies in the most frequent tokens, judged on rows that did not choose them."""
+
+    size: int  # of the draft vocabulary looked at
+    whole: float  # share of the held-out supervised tokens, all sources together
+    share: dict[str, float]  # by source
+    curve: dict[int, dict[str, float]]  # size → share by source, for a plot
+    rare: list[str]  # forced tokens that frequency alone would leave out, as text
+
+
+def held_out_coverage(counts: dict[str, np.ndarray], held_out: dict[str, np.ndarray], size: int, forced: dict[int, str],
+                      sizes=()) -> Coverage:
+    """counts, held_out: int64[V] by source, of all rows and of the held-out ones; forced: token id → its text.
+
+    The vocabulary is chosen from the rows that are not held out. Sources without held-out tokens are left out.
+    """
+    chosen_by = sum(counts.values()) - sum(held_out.values())
+    held = {name: values for name, values in held_out.items() if values.sum()}
+    size = min(size or len(chosen_by), len(chosen_by))
+    curve = {}
+    for each in sorted({size, *(s for s in sizes if len(forced) <= s <= len(chosen_by))}):
+        vocabulary = choose(chosen_by, each, forced)
+        curve[each] = {name: coverage(values, vocabulary) for name, values in held.items()}
+    by_frequency = set(choose(chosen_by, size).ids.tolist())
+    whole = coverage(sum(held.values()), choose(chosen_by, size, forced)) if held else 0.0
+    rare = [text for token, text in forced.items() if token not in by_frequency]
+    return Coverage(size, whole, curve[size], curve, rare)

@@ -95,22 +95,23 @@ def derive(ids: list[int], opens: list[list[int]], end_of_turn: int) -> list[int
 
 def ours(task: dict) -> dict:
     started = time.perf_counter()
+    from eagle3nb.corpus.decision import accounting_lines
     from eagle3nb.corpus.masks import Markers
-    from eagle3nb.corpus.merge import accounting_lines, merge
+    from eagle3nb.corpus.merge import merge
     from eagle3nb.corpus.records import find_sources
 
     imported = time.perf_counter() - started
     markers = Markers(tuple(map(tuple, task["opens"])), task["end_of_turn"], ())
     report = merge(find_sources(task["root"]), task["out"], max_seq_len=task["max_seq_len"], seed=task["seed"],
                    vocab_size=task["vocab_size"], markers=markers)
-    return {"rows": report["records"], "tokens": report["tokens"], "lines": accounting_lines(report),
+    return {"rows": report["records"], "tokens": report["tokens"], "lines": accounting_lines(report["sources"]),
             "import_seconds": imported}
 
 
 def verify(task: dict) -> dict:
     """Our reading back of what our merge has written."""
     started = time.perf_counter()
-    from eagle3nb.corpus.merge import verify as read_back
+    from eagle3nb.corpus.verify import verify as read_back
 
     imported = time.perf_counter() - started
     return {"rows": read_back(task["ours"])["records"], "import_seconds": imported}
@@ -126,7 +127,7 @@ def audit(task: dict) -> dict:
     imported = time.perf_counter() - started
     markers = Markers(tuple(map(tuple, task["opens"])), task["end_of_turn"], ())
     found = survey(task["root"], rules=Rules(task["max_seq_len"], "own", markers), vocab_size=task["vocab_size"])
-    return {"rows": sum(source.tally.records for source in found.sources), "import_seconds": imported}
+    return {"rows": len(found.rows), "import_seconds": imported}
 
 
 def _to_disk(out) -> None:

@@ -3,12 +3,15 @@ import random
 
 import pytest
 
-from eagle3nb.corpus.audit import RULES, check_allow, disk_findings, findings, gate, rows, write_findings
+from eagle3nb.corpus.accounts import accounting_lines, against_forecast
+from eagle3nb.corpus.audit import RULES, check_allow, findings, gate, ranked, rows, write_findings
 from eagle3nb.corpus.decision import Rules
 from eagle3nb.corpus.masks import encode, find_markers, render
-from eagle3nb.corpus.merge import accounting_lines, against_forecast, merge
+from eagle3nb.corpus.merge import merge
+from eagle3nb.corpus.overview import forecast, losses, overview
 from eagle3nb.corpus.records import find_sources
-from eagle3nb.corpus.survey import forecast, losses, overview, survey
+from eagle3nb.corpus.runfindings import disk_findings
+from eagle3nb.corpus.survey import survey
 from eagle3nb.errors import UserError
 from eagle3nb.files import write_json
 
@@ -22,10 +25,10 @@ def clean(rng, n=20, length=10, supervised=6):
              "loss_mask": [0] * (length - supervised) + [1] * supervised} for _ in range(n)]
 
 
-def audit(root, exclude=(), max_seq_len=50, plan=PLAN, **options):
+def audit(root, exclude=(), max_seq_len=50, **options):
     rules = options.pop("rules", Rules(max_seq_len))
     found = survey(root, exclude=exclude, rules=rules, vocab_size=options.pop("vocab_size", V), **options)
-    return found, findings(found, plan)
+    return found, ranked(findings(found))
 
 
 def named(listed):
@@ -68,7 +71,7 @@ def test_every_unusable_line_is_red_with_its_place_and_stops_the_run(corpus, wri
 def test_rows_that_no_mask_can_be_had_for_are_red(corpus, write):
     write(corpus / "B_y/more.jsonl", [{"input_ids": [1, 2, 3]}])
     _, listed = audit(corpus)
-    assert named(listed) == {("schema", "red", "B_y", 1)} and "no loss_mask" in listed[0].examples[0]["detail"]
+    assert ("schema", "red", "B_y", 1) in named(listed) and "no loss_mask" in listed[0].examples[0]["detail"]
 
 
 def test_the_error_of_the_gate_is_one_line_and_counts_the_rest(corpus, write):
@@ -105,8 +108,9 @@ def test_a_mask_that_the_template_contradicts(tmp_path, write, chatml):
                                       {"input_ids": [*ids, 7], "loss_mask": [*shifted, 0]}])
     rules = Rules(100, markers=find_markers(chatml), tokenizer=chatml)
     _, listed = audit(tmp_path, rules=rules, vocab_size=500)
-    assert named(listed) == {("mask_disagrees", "amber", "A", 1)}
-    assert listed[0].examples == [{"file": "A/rows.jsonl", "line": 2, "detail": (
+    assert ("mask_disagrees", "amber", "A", 1) in named(listed)
+    [disagrees] = [finding for finding in listed if finding.rule == "mask_disagrees"]
+    assert disagrees.examples == [{"file": "A/rows.jsonl", "line": 2, "at": start, "detail": (
         f"2 of {len(ids) + 1} positions differ, first {start}: mask 0, by the template's markers 1")}]
 
 
@@ -117,7 +121,7 @@ def test_truncation_is_told_by_what_it_costs(corpus, write):
     found, listed = audit(corpus, max_seq_len=25, lengths=[5, 40])
     # A_x has 20 rows of 6 supervised tokens and one of 20, of which 5 lie beyond 25: 5/140
     assert named(listed) == {("truncation_loss", "info", "A_x", 1)} and "3.6%" in listed[0].message
-    assert listed[0].examples == [{"file": "A_x/more.jsonl", "line": 1, "detail": "30 tokens"}]
+    assert listed[0].examples == [{"file": "A_x/more.jsonl", "line": 1, "at": 25, "detail": "30 tokens"}]
     assert found.lengths == (5, 25, 40)
     # cut at 5: each short row keeps the first of its 6, the long one none
     assert losses(found)[0] == {"source": "A_x", "5": round(100 * 120 / 140, 2), "25": 3.57, "40": 0.0}
@@ -154,7 +158,7 @@ def test_repeated_rows_are_found_inside_and_across_sources_but_not_in_excluded_o
     _, listed = audit(corpus)
     assert named(listed) == {("duplicate_rows", "amber", "A_x", 1), ("duplicate_rows", "amber", "C_z", 2)}
     assert listed[0].examples == [
-        {"file": "A_x/more.jsonl", "line": 2, "detail": "the same tokens as A_x/more.jsonl line 1"}]
+        {"file": "A_x/more.jsonl", "line": 2, "at": None, "detail": "the same tokens as A_x/more.jsonl line 1"}]
     assert [e["line"] for e in listed[1].examples] == [2, 3]
     assert named(audit(corpus, ["A"])[1]) == {("duplicate_rows", "amber", "C_z", 1)}
 
@@ -184,7 +188,7 @@ def test_the_forecast_is_the_merges_account(corpus, write, chatml):
         found, _ = audit(corpus, ["C"], rules=rules, vocab_size=500, limit=limit)
         report = merge(find_sources(corpus, ["C"]), corpus.parent / "out", max_seq_len=50, seed=1, vocab_size=500,
                        markers=rules.markers, tokenizer=chatml, limit=limit)
-        assert forecast(found)["lines"] == accounting_lines(report)
+        assert forecast(found)["lines"] == accounting_lines(report["sources"])
         for name in ("sources", "records", "tokens", "supervised", "teacher_positions"):
             assert forecast(found)[name] == report[name]
         write_json(corpus.parent / "plan.json", {"forecast": forecast(found)})

@@ -5,12 +5,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from eagle3nb.corpus import accounts, passes
 from eagle3nb.corpus import merge as merging
 from eagle3nb.corpus.decision import accounting_lines as lines_of
 from eagle3nb.corpus.masks import encode, find_markers, render
-from eagle3nb.corpus.merge import accounting_lines, merge, verify
+from eagle3nb.corpus.merge import merge
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.corpus.records import find_sources
+from eagle3nb.corpus.selection import Mix
+from eagle3nb.corpus.verify import verify
 from eagle3nb.errors import UserError
 
 V, CUT = 100, 24
@@ -29,7 +32,7 @@ def rows_of(seed: int, count: int) -> list[dict]:
 
 
 def run(root, out, seed=1, **options):
-    options = {"max_seq_len": CUT, "vocab_size": V, "markers": None, **options}
+    options = {"max_seq_len": CUT, "vocab_size": V, "markers": None, "mix": Mix("none"), **options}
     return merge(find_sources(root), out, seed=seed, **options)
 
 
@@ -104,10 +107,10 @@ def test_the_same_seed_gives_the_same_bytes_however_the_rows_are_spread(tmp_path
     reports = [run(tmp_path / name, tmp_path / f"out-{name}") for name in ("one", "many")]
     first = (tmp_path / "out-one/merged.jsonl").read_bytes()
     assert (tmp_path / "out-many/merged.jsonl").read_bytes() == first
-    for name in ("order_hash", "corpus_hash", "merged_xxh3", "tokens"):
+    for name in ("order_hash", "corpus_hash", "lines_xxh3", "tokens"):
         assert reports[0][name] == reports[1][name]
-    monkeypatch.setattr(merging, "OPEN_FILES", 1)  # most rows go through the spool
-    assert run(tmp_path / "many", tmp_path / "out-spool")["merged_xxh3"] == reports[0]["merged_xxh3"]
+    monkeypatch.setattr(passes, "OPEN_FILES", 1)
+    assert run(tmp_path / "many", tmp_path / "out-files")["lines_xxh3"] == reports[0]["lines_xxh3"]
     before = (tmp_path / "out-one/merge.json").read_bytes(), (tmp_path / "out-one/index.parquet").read_bytes()
     run(tmp_path / "one", tmp_path / "out-one")
     assert before == ((tmp_path / "out-one/merge.json").read_bytes(), (tmp_path / "out-one/index.parquet").read_bytes())
@@ -154,7 +157,7 @@ def test_faulty_and_unsupervised_rows_are_skipped_and_counted_by_reason(tmp_path
     assert report["skipped"] == {
         "json_invalid": 1, "token_out_of_range": 1, "length_mismatch": 1, "no supervised tokens": 2,
         "no supervised tokens within max_seq_len": 1, "no loss_mask and no template to derive one": 1}
-    assert report["records"] == 1 and accounting_lines(report)[0].endswith("(7 skipped)")
+    assert report["records"] == 1 and lines_of(report["sources"])[0].endswith("(7 skipped)")
 
 
 def text_rows(tokenizer):
@@ -178,7 +181,7 @@ def test_masks_are_derived_where_missing_and_the_own_one_wins(tmp_path, write, c
     assert all(row["input_ids"] == ids for row in rows.values())
     assert [rows[name]["loss_mask"] for name in ("text", "ids", "own", "right")] == [mask, mask, own, mask]
     assert report["provenance"] == {"own": 2, "derived": 2, "markers_agree": 1, "markers_disagree": 1,
-                                    "prefixes_agree": 2, "prefixes_disagree": 1}
+                                    "prefixes_agree": 1}  # rows with a mask of their own are the audit's to render
     anew = run(tmp_path / "in", tmp_path / "anew", masks="template", **options)
     rows = [json.loads(line) for line in (tmp_path / "anew/merged.jsonl").read_bytes().splitlines()]
     assert [row["loss_mask"] for row in rows] == [mask] * 4 and anew["provenance"]["derived"] == 4
@@ -214,7 +217,7 @@ def test_nothing_left_is_an_error_and_the_old_corpus_stands(tmp_path, write):
     assert (tmp_path / "out/merged.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("moment", ["pread", "replace"])
+@pytest.mark.parametrize("moment", ["os.pread", "eagle3nb.corpus.merge.replace_folder", "os.fsync"])
 def test_a_merge_that_dies_leaves_the_old_corpus_whole(tmp_path, write, monkeypatch, moment):
     write(tmp_path / "in/A/rows.jsonl", rows_of(0, 20))
     run(tmp_path / "in", tmp_path / "out")
@@ -223,12 +226,14 @@ def test_a_merge_that_dies_leaves_the_old_corpus_whole(tmp_path, write, monkeypa
     def die(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"os.{moment}", die)
+    monkeypatch.setattr(moment, die)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "in", tmp_path / "out", seed=9)
     monkeypatch.undo()
     assert Corpus.open(tmp_path / "out").hash == corpus and verify(tmp_path / "out")["corpus_hash"] == corpus
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["index.parquet", "merge.json", "merged.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "index.parquet", "merge.json", "merged.jsonl", "rejected.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 def test_a_full_disk_is_one_line(tmp_path, write, monkeypatch):
@@ -290,10 +295,10 @@ def test_tables_and_the_mix_along_the_order(tmp_path, write):
     write(tmp_path / "in/B/rows.jsonl", [b"{", *({"input_ids": [i] * 6, "loss_mask": [1] * 6} for i in range(75))])
     report = run(tmp_path / "in", tmp_path / "out")
     columns = "lines read", "records", "skipped"
-    assert [tuple(row[c] for c in columns) for row in merging.account(report)] == [(75, 75, 0), (76, 75, 1)]
-    assert merging.skipped(report) == [{"source": "B", "reason": "json_invalid", "rows": 1}]
+    assert [tuple(row[c] for c in columns) for row in accounts.account(report)] == [(75, 75, 0), (76, 75, 1)]
+    assert accounts.skipped(report) == [{"source": "B", "reason": "json_invalid", "rows": 1}]
     index = Corpus.open(tmp_path / "out").index
-    mix = merging.mix(index)
+    mix = accounts.mix(index)
     assert list(mix.columns) == ["A", "B"] and np.allclose(mix.sum(axis=1), 100) and len(mix) == 3
     for middle, share in zip(mix.index, mix["A"], strict=True):
         rows = index[round(middle * 1.5) - 25:round(middle * 1.5) + 25]

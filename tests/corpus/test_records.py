@@ -6,7 +6,8 @@ import pytest
 import zstandard
 
 from eagle3nb.corpus.masks import encode, render
-from eagle3nb.corpus.records import Fault, Record, find_sources, is_excluded, read_records
+from eagle3nb.corpus.records import Fault, Record, find_sources, is_excluded
+from eagle3nb.corpus.scan import read_records
 from eagle3nb.errors import UserError
 
 GOOD = {"id": "a", "input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
@@ -26,7 +27,7 @@ def one(tmp_path, write, row, **options):
 def test_a_record_comes_back_typed_and_placed(tmp_path, write):
     write(tmp_path / "A/rows.jsonl", [b"", GOOD, b"  " + json.dumps(GOOD).encode() + b"  \r"])
     first, second = read(tmp_path)
-    assert (first.source, first.file, first.line, first.id) == ("A", "A/rows.jsonl", 2, "a")
+    assert (first.source, first.file, first.line) == ("A", "A/rows.jsonl", 2)
     assert first.ids.dtype == np.int32 and first.ids.tolist() == [1, 2, 3]
     assert first.mask.dtype == np.uint8 and first.mask.tolist() == [0, 1, 1]
     data = (tmp_path / "A/rows.jsonl").read_bytes()
@@ -100,8 +101,8 @@ def test_files_of_all_kinds_in_name_order_and_limit(tmp_path, write):
     write(tmp_path / "A/a.jsonl", rows[:2])
     write(tmp_path / "A/c/d.jsonl.zst", rows[4:])
     (tmp_path / "A/notes.txt").write_text("no rows")
-    assert [item.id for item in read(tmp_path)] == list("0123456")
-    assert [item.id for item in read(tmp_path, limit=5)] == list("01234")
+    assert [json.loads(item.raw)["id"] for item in read(tmp_path)] == list("0123456")
+    assert [json.loads(item.raw)["id"] for item in read(tmp_path, limit=5)] == list("01234")
 
 
 def test_a_zst_file_of_several_frames_is_read_whole(tmp_path):

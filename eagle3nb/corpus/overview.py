@@ -1,0 +1,68 @@
+"""Tables and figures of a survey, and what the merge will make of it by default."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from eagle3nb.corpus import accounts
+from eagle3nb.corpus.decision import accounting_lines
+from eagle3nb.corpus.selection import Mix, select
+from eagle3nb.corpus.survey import SourceSurvey, Survey
+
+
+def forecast(found: Survey) -> dict:
+    """What the merge will count: its settings, each source's account, the accounting lines, and the totals."""
+    tallies = [replace(source.tally, skipped=source.tally.skipped.copy()) for source in found.sources]
+    accounts.fill(tallies, found.rows, select(found.rows, Mix(), [source.name for source in found.sources], 0))
+    sources = [tally.to_json() for tally, source in zip(tallies, found.sources, strict=True) if not source.excluded]
+    totals = {name: sum(source[name] for source in sources)
+              for name in ("records", "tokens", "supervised", "teacher_positions")}
+    settings = {"max_seq_len": found.rules.max_seq_len, "masks": found.rules.masks, "limit": found.limit,
+                "exclude": list(found.exclude), "truncation": found.rules.truncation, "decontaminate": []} | vars(Mix())
+    return {"settings": settings, **totals, "lines": accounting_lines(sources), "sources": sources}
+
+
+def overview(found: Survey) -> list[dict]:
+    """A row a source, for a table: sizes, lengths, share of the tokens among the sources that are kept."""
+    total = sum(source.tokens for source in found.kept)
+    rows = []
+    for source in found.sources:
+        lengths = np.asarray(source.lengths) if source.records else np.zeros(1, np.int32)
+        rows.append({
+            "source": source.name, "used": "excluded" if source.excluded else "", "records": source.records,
+            "tokens": source.tokens,
+            "share %": None if source.excluded else round(100 * source.tokens / max(total, 1), 1),
+            "supervised": source.supervised_tokens, "mean length": round(source.mean_length, 1),
+            "median": int(np.median(lengths)), "p95": int(np.percentile(lengths, 95)), "longest": int(lengths.max()),
+            "skipped": sum(source.tally.skipped.values())})
+    return rows
+
+
+def heaviest(found: Survey) -> str:
+    """The source with the most tokens, in words."""
+    most = max(found.sources, key=lambda source: source.tokens)
+    total, used = sum(source.tokens for source in found.sources), " (excluded)" if most.excluded else ""
+    return f"{most.name}{used} holds {most.tokens / max(total, 1):.0%} of all tokens"
+
+
+def losses(found: Survey) -> list[dict]:
+    """A row a source, for a table: percent of the supervised tokens lost at each cut."""
+    return [{"source": source.name} | {f"{length:,}": round(100 * source.lost(length), 2) for length in found.lengths}
+            for source in found.sources]
+
+
+def to_json(source: SourceSurvey) -> dict:
+    """One entry of `sources` in findings.json."""
+    lengths = np.asarray(source.lengths, np.int64)
+    edges = [0, *(1 << power for power in range(4, 19))]
+    percentiles = np.percentile(lengths, (50, 90, 95, 99)).tolist() if len(lengths) else [0.0] * 4
+    return {
+        "source": source.name, "excluded": source.excluded, "files": len(source.files), "bytes": source.bytes,
+        "records": source.records, "tokens": source.tokens, "supervised": source.supervised_tokens,
+        "teacher_positions": source.teachers, "mean_length": source.mean_length,
+        "percentiles": dict(zip(("p50", "p90", "p95", "p99"), percentiles, strict=True)),
+        "longest": int(lengths.max(initial=0)),
+        "histogram": {"edges": edges, "rows": np.histogram(lengths, edges)[0].tolist()},
+        "truncation": [{"max_seq_len": length, "rows": int((lengths > length).sum()),
+                        "tokens": int(np.minimum(lengths, length).sum()), "supervised": kept}
+                       for length, kept in source.kept.items()]}

@@ -31,6 +31,7 @@ class Prompt:
     source: str
     messages: tuple[dict, ...] = ()
     ids: tuple[int, ...] = ()
+    later: tuple[str, ...] = ()  # what the user says once it is answered; `answers` does not ask it
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ def _parse(line: bytes) -> tuple[str, Prompt | None]:
         return f"not valid JSON ({error})", None
     if not isinstance(row, dict) or set(row) != KEYS:
         return f"wants an object with exactly the keys {', '.join(sorted(KEYS))}", None
+    return checked(row)
+
+
+def checked(row: dict, later: tuple[str, ...] = ()) -> tuple[str, Prompt | None]:
+    """(fault, prompt) of {"id", "source", "messages"}: exactly one of them holds something."""
     if not all(isinstance(row[key], str) and row[key] for key in ("id", "source")):
         return "id and source want text that is not empty", None
     if row["source"] == "all":
@@ -122,7 +128,7 @@ def _parse(line: bytes) -> tuple[str, Prompt | None]:
             return "each message wants a role and a content of text", None
     if messages[-1]["role"] == "assistant":
         return "the last message is the assistant's, so nothing is left to answer", None
-    return "", Prompt(row["id"], row["source"], tuple(messages))
+    return "", Prompt(row["id"], row["source"], tuple(messages), later=later)
 
 
 def render(prompts: list[Prompt], tokenizer) -> list[Prompt]:

@@ -11,7 +11,7 @@ from eagle3nb.corpus.ngrams import BASE, hash_blocks, mixed, ngram_hashes, whole
 from eagle3nb.errors import UserError
 
 GRAM = 13  # tokens of an n-gram that is no accident
-ENOUGH = 10  # n-grams of a prompt that tell it, or half of them where it has fewer than twenty
+ENOUGH = 10  # n-grams that tell a prompt of 20 to 40; half of fewer, a quarter of more (see `overlaps`)
 COMMON = 8  # an n-gram of more prompts than these is their instruction, and tells none of them
 FILTER = 1 << 20  # bytes of the filter: with 150,000 n-grams one in a thousand others passes both its bits
 SECOND = np.uint64(23)  # how far a hash is shifted for its second bit
@@ -57,6 +57,7 @@ def needles(prompts: list[tuple]) -> Needles:
     for word in (hashes[kept], hashes[kept] << SECOND):
         np.bitwise_or.at(bits, *_bits(word))
     distinct = np.bincount(owned[:, 1], minlength=len(prompts))
+    enough = np.minimum((distinct + 1) // 2, np.maximum(ENOUGH, (distinct + 3) // 4))
     asked = np.array([p for p, turn in enumerate(turns) if len(turn)], np.int64)
     lengths = np.array([len(turns[p]) for p in asked], np.int64)
     keys = _turn_keys(np.concatenate([*turns, np.zeros(0, np.int32)]), np.cumsum(lengths) - lengths, lengths)
@@ -64,7 +65,7 @@ def needles(prompts: list[tuple]) -> Needles:
     return Needles(
         benchmarks=tuple(prompt[0] for prompt in prompts), names=tuple(prompt[1] for prompt in prompts),
         hashes=hashes[kept], tokens=tokens, places=at[first[kept]], owner_edges=np.cumsum([0, *owners]),
-        owners=owned[:, 1], distinct=distinct, enough=np.minimum((distinct + 1) // 2, ENOUGH), filter=bits,
+        owners=owned[:, 1], distinct=distinct, enough=enough, filter=bits,
         turns=turns, turn_keys=keys[order], turn_prompts=asked[order])
 
 
@@ -125,10 +126,11 @@ def overlaps(ids: np.ndarray, starts: np.ndarray,
              needles: Needles) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Rows that hold an evaluation prompt: (rows int64[K], at int64[K], prompt int64[K], share float64[K]).
 
-    A row holds a prompt as an exact user turn (share 1), or as 10 of its distinct 13-grams, or half of them where it
-    has fewer than twenty; `share` is then the part of them that stand in the row and `at` the first one's position. A
-    prompt of less than 13 tokens is found as a turn only. 13-grams that more than 8 prompts have are their instruction
-    and do not count. A row is told once, by the prompt of the highest share (of equals the first).
+    A row holds a prompt as an exact user turn (share 1), or as enough of its distinct 13-grams: a quarter, though 10 at
+    least, or half of them if that is less. (Ten of a long prompt's hundred are a list of the first twenty numbers.)
+    `share` is then the part of them that stand in the row and `at` the first one's position. A prompt of less than 13
+    tokens is found as a turn only. 13-grams that more than 8 prompts have are their instruction and do not count. A row
+    is told once, by the prompt of the highest share (of equals the first).
     """
     row, prompt, at, share = (np.concatenate(parts) for parts in zip(
         _by_ngrams(ids, starts, needles), _by_turns(ids, starts, needles), strict=True))

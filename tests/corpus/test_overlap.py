@@ -48,7 +48,7 @@ def slow(rows, prompts):
             places = [i for i in range(len(row) - len(whole) + 1) if whole and row[i:i + len(whole)] == whole]
             best += [(-1.0, p, places[0])] if places else []
             matched = {gram for gram, _ in grams(row)} & have[p]
-            if matched and (len(matched) >= ENOUGH or 2 * len(matched) >= len(have[p])):
+            if matched and (4 * len(matched) >= max(len(have[p]), 4 * ENOUGH) or 2 * len(matched) >= len(have[p])):
                 at = min(i for gram, i in grams(row) if gram in matched)
                 best.append((-len(matched) / len(have[p]), p, at))
         if best:
@@ -89,17 +89,17 @@ def test_a_prompt_in_the_middle_of_a_row():
     assert (sought.benchmarks[1], sought.names[1]) == ("bench", "p1")
 
 
-def test_it_takes_ten_ngrams_or_half_of_a_short_prompts():
+def test_it_takes_a_quarter_of_the_ngrams_and_ten_or_half_of_a_short_prompts():
     rng = np.random.default_rng(1)
-    long, short = fresh(rng, 100), fresh(rng, 17)  # 88 and 5 n-grams
-    sought = needles(prompts_of(long, short))
+    long, middle, short = fresh(rng, 100), fresh(rng, 44), fresh(rng, 17)  # 88, 32 and 5 n-grams
+    sought = needles(prompts_of(long, middle, short))
     around = fresh(rng, 5)
-    assert found([around + long[30:30 + GRAM + 8] + around], sought) == {}
-    assert found([around + long[30:30 + GRAM + 9] + around], sought) == {0: (5, 0, 10 / 88)}
-    assert found([around + short[:GRAM + 1] + around], sought) == {}
-    assert found([around + short[:GRAM + 2] + around], sought) == {0: (5, 1, 3 / 5)}
-    pieces = [token for i in range(0, 80, 16) for token in [*long[i:i + GRAM + 1], 7]]  # ten of them, here and there
-    assert found([pieces], sought) == {0: (0, 0, 10 / 88)}
+    for i, (content, enough, of) in enumerate([(long, 22, 88), (middle, 10, 32), (short, 3, 5)]):
+        first = 30 if i == 0 else 1
+        assert found([around + content[first:first + GRAM + enough - 2] + around], sought) == {}
+        assert found([around + content[first:first + GRAM + enough - 1] + around], sought) == {0: (5, i, enough / of)}
+    pieces = [token for i in range(0, 44, 11) for token in [*long[i:i + 2 * GRAM - 3], 7]]  # here and there: 4 · 11
+    assert found([pieces], sought) == {0: (0, 0, 44 / 88)}
     assert found([around + short[:GRAM + 1], short[GRAM + 1:]], sought) == {}  # no n-gram reaches into the next row
     assert found([(long[:GRAM] + [7]) * 30], sought) == {}  # the same one again is one
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from os.path import commonprefix
 
 import numpy as np
 from jinja2 import TemplateError
@@ -35,7 +36,8 @@ class Needles:
     enough: np.ndarray  # int64[P] of them that tell it
     filter: np.ndarray  # uint8[FILTER], two bits for each hash
     turns: tuple[np.ndarray, ...]  # int32 each: the prompt as a user turn, header and end included; may be empty
-    turn_keys: np.ndarray  # uint64, ascending, of the turns that are not empty
+    header: np.ndarray  # int32: what all turns that are not empty begin with
+    turn_keys: np.ndarray  # uint64, ascending, of those turns
     turn_prompts: np.ndarray  # int64, whose they are
 
     def __len__(self) -> int:
@@ -66,7 +68,8 @@ def needles(prompts: list[tuple]) -> Needles:
         benchmarks=tuple(prompt[0] for prompt in prompts), names=tuple(prompt[1] for prompt in prompts),
         hashes=hashes[kept], tokens=tokens, places=at[first[kept]], owner_edges=np.cumsum([0, *owners]),
         owners=owned[:, 1], distinct=distinct, enough=enough, filter=bits,
-        turns=turns, turn_keys=keys[order], turn_prompts=asked[order])
+        turns=turns, header=np.array(list(commonprefix([turns[p].tolist() for p in asked])), np.int32),
+        turn_keys=keys[order], turn_prompts=asked[order])
 
 
 def needles_of(prompts: list[tuple[str, str, str]], tokenizer) -> Needles:
@@ -186,6 +189,8 @@ def _by_turns(ids, starts, needles) -> tuple:
     opens, ends = ({int(turn[at]) for turn in turns} for at in (0, -1))
     lengths = np.array(sorted({len(turn) for turn in turns}), np.int64)
     begins, hits = np.flatnonzero(_among(ids, opens)), []
+    for back, token in enumerate(needles.header.tolist()):
+        begins = begins[ids.take(begins + back, mode="clip") == token]
     for some in (begins[at:at + TURNS] for at in range(0, len(begins), TURNS)):
         stops = starts[np.searchsorted(starts, some, side="right")]
         last = some[:, None] + lengths - 1

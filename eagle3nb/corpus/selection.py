@@ -2,10 +2,11 @@
 that the same rows in other files give the same corpus.
 
     1 evaluation prompts    rows that hold one are taken out
-    2 duplicates            one row is left of those with the same ids, or with nearly the same
-    3 caps and weights      a source's rows with the lowest keyed hashes stay; a weight above 1 makes copies
-    4 validation            the contents with the lowest hashes, at the end of the order, never copied
-    5 order                 by a keyed hash of ids and copy
+    2 duplicates            one row is left of those with the same ids, or with nearly the same; no seed decides which
+    3 validation            contents whose hash lies below the share; no seed here either, so that a split lasts
+    4 caps and weights      a source's rows with the lowest keyed hashes stay; a weight above 1 makes copies, of rows
+                            that train only
+    5 order                 by a keyed hash of ids and copy; validation rows come last
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from eagle3nb.errors import UserError
 DEDUP = ("exact", "near", "none")
 OVERLAP, DUPLICATE, NEAR = "holds an evaluation prompt", "duplicate", "near duplicate"
 CAPPED, THINNED = "over the source's cap", "thinned by the source's weight"
-VALIDATION = 0x76616C6964  # key of the validation's hash: it does not depend on the seed, so that a split lasts
+VALIDATION = 0x76616C6964  # key of the validation's hash
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,11 @@ class Mix:
     def __post_init__(self):
         if self.dedup not in DEDUP:
             raise UserError(f"dedup is {self.dedup!r}; choose one of {', '.join(DEDUP)}")
-        if not 0 <= self.validation_share < 1:
-            raise UserError(f"validation_share is {self.validation_share}; choose 0 (none) up to below 1")
+        if type(self.validation_share) not in (int, float) or not 0 <= self.validation_share < 1:
+            raise UserError(f"validation_share is {self.validation_share!r}; choose 0 (none) up to below 1")
+        for what, values in (("caps", self.caps), ("weights", self.weights)):
+            if not isinstance(values, dict):
+                raise UserError(f"{what} is {values!r}; give a number by dataset, as in {{A1: 2}}")
         for name, rows in self.caps.items():
             if type(rows) is not int or rows < 1:
                 raise UserError(f"caps: {name} is {rows!r}; give rows, 1 or more, or exclude the dataset")
@@ -74,7 +78,10 @@ class Selection:
 
 
 def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
-    """`names`: the sources'. Rows are those of the first pass; the merge's and the audit's forecast alike."""
+    """`names`: the sources'. Rows are those of the first pass; the merge's and the audit's forecast alike.
+
+    Raises UserError where a cap or a weight is wrong, or where validation leaves nothing to train on.
+    """
     mix.check(names)
     high, low = rows.ids_words
     source, removed = rows.columns["source"], []
@@ -91,13 +98,13 @@ def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
     rank = _rank(high, low, rows.raw_hash, stays)  # place among the rows with the same ids, by content
     if mix.dedup != "none":
         remove(DUPLICATE, rank > 0)
-    key = _keys(rows.ids_hash, np.zeros(len(rows), np.int64), seed)
-    if mix.dedup == "near":
+    if mix.dedup == "near" and len(rows):
         left = np.flatnonzero(stays)
-        label = near_duplicates(rows.sketches[left], key[left])
+        label = near_duplicates(rows.sketches[left], high[left])
         again = np.zeros(len(rows), bool)
         again[left] = label != np.arange(len(left))
         remove(NEAR, again)
+    key = _keys(rows.ids_hash, rank, seed)
     held = _held(rows.ids_hash, stays, mix.validation_share)
     times = np.ones(len(rows), np.int64)
     for number, name in enumerate(names):
@@ -106,10 +113,13 @@ def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
             remove(CAPPED, mine & ~_first(mine, key, rank, cap))
         if (weight := _of(mix.weights, name)) is not None:
             mine = stays & (source == number) & ~held  # what is held out is never repeated nor thinned
-            whole, share = int(weight), weight - int(weight)
-            times[mine] = whole + _first(mine, key, rank, round(share * mine.sum()))[mine]
+            whole, rest = int(weight), round(weight * mine.sum()) - int(weight) * int(mine.sum())
+            times[mine] = whole + _first(mine, key, rank, rest)[mine]
             remove(THINNED, mine & (times == 0))
     held &= stays
+    if held.any() and not (stays & ~held).any():
+        raise UserError(f"validation_share {mix.validation_share} leaves none of {int(held.sum())} rows to train on; "
+                        "lower it or add data")
     chosen = np.flatnonzero(stays)
     listed = np.repeat(chosen, times[chosen])
     copy = np.arange(len(listed)) - np.repeat(np.cumsum(times[chosen]) - times[chosen], times[chosen])
@@ -149,12 +159,12 @@ def _first(mine: np.ndarray, key: np.ndarray, rank: np.ndarray, count: int) -> n
 
 
 def _held(ids_hash: np.ndarray, stays: np.ndarray, share: float) -> np.ndarray:
-    """bool[R]: rows whose content is held out: the share of distinct contents with the lowest hashes."""
-    if not share:
+    """bool[R]: rows whose content is held out: its hash lies below that share of all hashes. Neither the seed nor other
+    rows matter, so more data moves none from one part to the other. Where no hash lies there, the lowest is taken."""
+    if not share or not stays.any():
         return np.zeros(len(ids_hash), bool)
     hashes = _keys(ids_hash, np.zeros(len(ids_hash), np.int64), VALIDATION)
-    distinct = np.unique(hashes[stays])
-    return stays & np.isin(hashes, distinct[:int(np.ceil(share * len(distinct)))])
+    return stays & (hashes <= max(np.uint64(int(share * (1 << 64))), hashes[stays].min()))
 
 
 def _of(values: dict, name: str):

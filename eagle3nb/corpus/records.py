@@ -62,11 +62,11 @@ class Unusable(Exception):  # noqa: N818 (not an error to the reader: it becomes
     """Raised while one line is read: (rule, detail)."""
 
 
-def find_sources(data_root: str | Path, exclude=()) -> list[Source]:
-    """Every dataset directory below `data_root`, by name, without the excluded ones.
+def find_sources(data_root: str | Path, exclude=(), include=()) -> list[Source]:
+    """Dataset directories below `data_root`, by name: those included (all, where `include` is empty), less the excluded.
 
-    An entry of `exclude` is a directory's name or its part before the first "_": "A1" matches A1_longform. Raises
-    UserError where the root is missing or holds no dataset, or where an entry matches nothing.
+    An entry is a directory's name or its part before the first "_": "A1" matches A1_longform. Raises UserError where
+    the root is missing or holds no dataset, where an entry matches nothing or stands in both lists.
     """
     root = resolve(data_root)
     if not root.is_dir():
@@ -74,17 +74,28 @@ def find_sources(data_root: str | Path, exclude=()) -> list[Source]:
     folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
     if not folders:
         raise UserError(f"data_root {shown(root)} holds no dataset directory; expected <data_root>/<dataset>/*.jsonl")
-    sources = [Source(path.name, path, _files(path)) for path in folders]
-    kept = [source for source in sources if not is_excluded(source.name, exclude)]
-    for entry in exclude:
-        if not any(is_excluded(source.name, [entry]) for source in sources):
-            names = [source.name for source in sources]
-            near = difflib.get_close_matches(entry, names, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-            raise UserError(f"exclude: {entry!r} matches no dataset in {shown(root)}; {hint}")
+    names = [path.name for path in folders]
+    for what, entries in (("exclude", exclude), ("include", include)):
+        _all_match(what, entries, names, root)
+    if both := [entry for entry in include if entry in exclude]:
+        raise UserError(f"{both[0]!r} stands in include and in exclude; take it out of one")
+    kept = [path for path in folders if not is_excluded(path.name, exclude) and (
+        not include or is_excluded(path.name, include))]
     if not kept:
-        raise UserError(f"exclude leaves no dataset of {shown(root)}; shorten the list")
-    return kept
+        lists = "include and exclude leave" if include else "exclude leaves"
+        raise UserError(f"{lists} no dataset of {shown(root)}; shorten the list")
+    return [Source(path.name, path, _files(path)) for path in kept]
+
+
+def _all_match(what: str, entries, names: list[str], root: Path) -> None:
+    """UserError for a list that is none, or for an entry that is no dataset."""
+    if isinstance(entries, str):
+        raise UserError(f"{what} is {entries!r}; give a list, as in [{entries}]")
+    for entry in entries:
+        if not any(is_excluded(name, [entry]) for name in names):
+            near = difflib.get_close_matches(str(entry), names, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise UserError(f"{what}: {entry!r} matches no dataset in {shown(root)}; {hint}")
 
 
 def is_excluded(name: str, exclude) -> bool:

@@ -12,8 +12,8 @@ from eagle3nb.corpus.selection import Selection
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, xxh3_file
 
-__all__ = ["Tally", "account", "accounting_lines", "against_forecast", "fill", "index", "mix", "skipped", "totals",
-           "validation", "xxh3_file"]
+__all__ = ["Tally", "account", "accounting_lines", "against_forecast", "draw", "fill", "index", "mix", "skipped",
+           "totals", "validation", "xxh3_file"]
 COUNTS = {"tokens": "tokens", "supervised": "supervised", "teacher_positions": "teachers"}
 
 
@@ -79,6 +79,21 @@ def skipped(report: dict) -> list[dict]:
     found = [{"source": source["name"], "reason": reason, "rows": count}
              for source in report["sources"] for reason, count in source["skipped"].items()]
     return found or [{"source": "all", "reason": "no row was skipped", "rows": 0}]
+
+
+def draw(ax, report: dict) -> None:
+    """Stacked bars, a dataset each: percent of its lines that stay whole, are cut, or are skipped, by reason."""
+    sources = [source for source in report["sources"] if source["lines"]]
+    names, lines = [source["name"] for source in sources], np.array([source["lines"] for source in sources])
+    kept = np.array([source["records"] - source["copies"] for source in sources])
+    cut = np.minimum([source["truncated_records"] for source in sources], kept)  # copies of cut rows count there too
+    parts = {"kept whole": kept - cut, "kept, cut": cut} | {
+        reason: np.array([source["skipped"].get(reason, 0) for source in sources]) for reason in report["skipped"]}
+    left = np.zeros(len(sources))
+    for i, (name, rows) in enumerate(parts.items()):
+        ax.barh(names, 100 * rows / lines, left=left, label=name, hatch="" if i < 7 else "//", edgecolor="white")
+        left += 100 * rows / lines
+    ax.invert_yaxis()
 
 
 def mix(index: pd.DataFrame, slices: int = 20) -> pd.DataFrame:

@@ -85,27 +85,30 @@ def read(chunk: Chunk, size: int = CHUNK) -> Iterator[Lines]:
 
 def _plain(chunk: Chunk, size: int) -> Iterator[Lines]:
     try:
-        with open(chunk.path, "rb") as handle:
+        with open(chunk.path, "rb", buffering=1 << 16) as handle:
             begin, line = chunk.start, 0
             if begin:
                 handle.seek(begin - 1)
                 begin += len(handle.readline()) - 1  # the line that reaches into this chunk is the one before's
             while begin < chunk.stop:
                 data = handle.read(min(size, chunk.stop - begin))
-                if not data.endswith(b"\n"):
-                    data += handle.readline()
+                tail = b"" if data.endswith(b"\n") else handle.readline()  # the rest of the last line
                 if not data:
                     return
-                lines = _split(data, begin, line, len(data))
-                begin, line = begin + len(data), line + lines.breaks
+                lines = _split(data, tail, begin, line, len(data) + len(tail))
+                begin, line = begin + lines.read, line + lines.breaks
                 yield lines
     except OSError as error:
         yield Lines([], [], [], 0, 0, str(error.strerror or error))
 
 
-def _split(data: bytes, begin: int, line: int, read: int, damage: str = "") -> Lines:
-    """`begin`: where `data` starts in the file, -1 if unknown. `line`: number of its first line within the chunk."""
+def _split(data: bytes, tail: bytes, begin: int, line: int, read: int, damage: str = "") -> Lines:
+    """Lines of data + tail. `begin`: where they start in the file, -1 if unknown; `line`: the first one's number within
+    the chunk.
+    """
     raws, numbers, offsets, place, parts = [], [], [], begin, data.split(b"\n")
+    if tail:
+        parts[-1:] = (parts[-1] + tail).split(b"\n")
     for number, text in enumerate(parts, line):
         raw = text.strip()
         if raw:
@@ -135,7 +138,7 @@ def _unpacked(chunk: Chunk, size: int) -> Iterator[Lines]:
             # A last line without its line break is a row where the file is whole, and the stump of one where it is cut.
             rest, data = (data[cut:], data[:cut]) if not ended or damage else (b"", data)
             at = handle.tell()
-            lines = _split(data, -1, line, at - told, damage)
+            lines = _split(data, b"", -1, line, at - told, damage)
             line, told = line + lines.breaks, at
             yield lines
             if ended:

@@ -14,7 +14,6 @@ from os.path import commonprefix
 import numpy as np
 from jinja2 import TemplateError
 
-from eagle3nb.corpus.patterns import find
 from eagle3nb.errors import UserError
 
 USERS = ("Zebra quilts", "17 blue jars")
@@ -142,10 +141,13 @@ def masks_from_markers(ids: np.ndarray, starts: np.ndarray, markers: Markers) ->
     """uint8[N]: the same for rows laid end to end, row r at starts[r] … starts[r+1]."""
     mask = np.zeros(len(ids), np.uint8)
     found: dict[int, int] = {}  # where a header begins → its length, the longest that stands there
+    firsts = {token: np.flatnonzero(ids == token) for token in {header[0] for header in markers.opens}}
     for header in reversed(markers.opens):
-        places = find(ids, header)
-        inside = places + len(header) <= starts[np.searchsorted(starts, places, side="right")]
-        found |= dict.fromkeys(places[inside].tolist(), len(header))
+        places = firsts[header[0]]
+        places = places[places + len(header) <= starts[np.searchsorted(starts, places, side="right")]]
+        for i, token in enumerate(header[1:], 1):
+            places = places[ids[places + i] == token]
+        found |= dict.fromkeys(places.tolist(), len(header))
     if not found:
         return mask
     heads = np.array(sorted(found), np.int64)

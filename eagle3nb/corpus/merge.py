@@ -36,7 +36,7 @@ BLOCK = 16 << 20  # bytes of merged.jsonl that one task writes
 
 def merge(sources: list[Source], out_dir: str | Path, *, max_seq_len: int, seed: int, vocab_size: int,
           markers: Markers | None, tokenizer=None, masks: str = "own", truncation: str = "right", limit: int = 0,
-          exclude=(), mix: Mix | None = None, needles: Needles | None = None, processes: int = 0) -> dict:
+          exclude=(), include=(), mix: Mix | None = None, needles: Needles | None = None, processes: int = 0) -> dict:
     """Write merged.jsonl, index.parquet, rejected.jsonl and merge.json into `out_dir`; returns merge.json's content.
 
     Raises UserError where nothing is left to train on, or where the disk is full; then the old files stand.
@@ -63,7 +63,7 @@ def merge(sources: list[Source], out_dir: str | Path, *, max_seq_len: int, seed:
             index.to_parquet(handle, index=False)
         report = {
             "schema": 2, "seed": seed, "max_seq_len": max_seq_len, "masks": masks, "truncation": truncation,
-            "limit": limit, "exclude": list(exclude), **vars(mix),
+            "limit": limit, "exclude": list(exclude), "include": list(include), **vars(mix),
             "decontaminate": sorted(set(needles.benchmarks)) if needles else [], "vocab_size": vocab_size,
             "sources": [tally.to_json() for tally in tallies], **accounts.totals(tallies),
             "validation": accounts.validation(rows, chosen), "order_hash": rows.order_hash(chosen.rows),

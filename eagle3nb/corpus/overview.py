@@ -18,7 +18,8 @@ def forecast(found: Survey) -> dict:
     totals = {name: sum(source[name] for source in sources)
               for name in ("records", "tokens", "supervised", "teacher_positions")}
     settings = {"max_seq_len": found.rules.max_seq_len, "masks": found.rules.masks, "limit": found.limit,
-                "exclude": list(found.exclude), "truncation": found.rules.truncation, "decontaminate": []} | vars(Mix())
+                "exclude": list(found.exclude), "include": [],
+                "truncation": found.rules.truncation, "decontaminate": []} | vars(Mix())
     return {"settings": settings, **totals, "lines": accounting_lines(sources), "sources": sources}
 
 

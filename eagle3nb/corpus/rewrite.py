@@ -5,6 +5,7 @@ import orjson
 
 TEXT_KEYS = ("messages", "conversations", "prompt", "response", "text", "tools")
 FIRST = ("id", "source")
+NEAR = 2048  # bytes around the place where a comma is expected
 
 
 def line_of(raw: bytes, ids: np.ndarray, mask: np.ndarray, length: int, *, bare: bool, own: bool) -> bytes:
@@ -13,7 +14,7 @@ def line_of(raw: bytes, ids: np.ndarray, mask: np.ndarray, length: int, *, bare:
     A row that is cut loses its text, which no longer says what its ids say; lists a token long are cut with it.
     bare, own: as the batch has them. Most rows that are cut are bare, and then their bytes are cut, not written anew.
     """
-    if bare and (cut := _cut(raw, mask, own)):
+    if bare and (cut := _cut(raw, mask, length, own)):
         return cut
     row = orjson.loads(raw)
     rest = {key: value for key, value in row.items()
@@ -25,7 +26,7 @@ def line_of(raw: bytes, ids: np.ndarray, mask: np.ndarray, length: int, *, bare:
     return orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _cut(raw: bytes, mask: np.ndarray, own: bool) -> bytes:
+def _cut(raw: bytes, mask: np.ndarray, length: int, own: bool) -> bytes:
     """The line with its list of ids cut behind the mask's length, and the mask written anew; b"" where that is unsafe.
 
     The parser has found `input_ids`, and `loss_mask` where `own`, to be flat lists of integers. Without a backslash in
@@ -42,13 +43,21 @@ def _cut(raw: bytes, mask: np.ndarray, own: bool) -> bytes:
     rest = raw[:a] + raw[b:c] + raw[d:]  # all but the lists: a few bytes
     if rest.count(b'"input_ids"') != 1 or rest.count(b'"loss_mask"') != own:
         return b""
-    commas = np.flatnonzero(np.frombuffer(raw, np.uint8, ids[1] - ids[0], ids[0]) == ord(","))
-    stop = ids[0] + int(commas[len(mask) - 1]) if len(commas) >= len(mask) else ids[1] - 1
+    stop = ids[1] - 1 if len(mask) == length else ids[0] + _comma(raw[ids[0]:ids[1]], len(mask), length)
     cut, spelled = raw[ids[0]:stop] + b"]", b"[" + _zeros_and_ones(mask) + b"]"
     if not own:
         return raw[:ids[0]] + cut + raw[ids[1]:-1].rstrip() + b', "loss_mask": ' + spelled + b"}"
     first, second = (cut, spelled) if ids < old else (spelled, cut)
     return raw[:a] + first + raw[b:c] + second + raw[d:]
+
+
+def _comma(text: bytes, number: int, values: int) -> int:
+    """Where comma `number` (from 1) stands in the text of a list of so many values; sought where it should be."""
+    commas = np.frombuffer(text, np.uint8) == ord(",")
+    low = max(len(text) * number // values - NEAR, 0)
+    here = np.flatnonzero(commas[low:low + 2 * NEAR])
+    place = number - 1 - np.count_nonzero(commas[:low])
+    return low + int(here[place]) if 0 <= place < len(here) else int(np.flatnonzero(commas)[number - 1])
 
 
 def _list_after(raw: bytes, key: bytes, begin: int, end: int) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ Processes are spawned, not forked: a notebook's kernel has threads. They end wit
 that ends. Little data is read in this process, by the same code.
 """
 
+import gc
 import os
 import threading
 from collections import deque
@@ -172,6 +173,7 @@ def _begin(counter, shared) -> None:
     """A process's first act: know what all know, and end when the parent does."""
     global _counter, _shared
     _counter, _shared = counter, shared
+    gc.freeze()  # what is there now stays: no need to look through it again and again
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -71,12 +71,17 @@ def make_pack(rows: list, t2d: np.ndarray, K: int) -> Pack:
                 slots=[joined(parts) for parts in slots], rows=[joined(parts) for parts in teacher_rows])
 
 
-def split(store, share: float) -> tuple[np.ndarray, np.ndarray]:
+def split(store, share: float, held_out_from: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Row numbers (training, validation), each ascending, decided by a hash of each row's ids.
+
+    `held_out_from`: the corpus holds out its rows from this one on, and the share does not matter; 0 if it does not.
 
     The share of distinct contents with the smallest hashes is held out, so a duplicate never lies in both, and more
     data changes the split little. share 0 holds out nothing. Raises UserError where nothing is left to train on.
     """
+    if held_out_from:
+        held = np.array([store.row(i).row >= held_out_from for i in range(len(store))])
+        return np.flatnonzero(~held), np.flatnonzero(held)
     hashes = np.array([xxhash.xxh3_64_intdigest(np.ascontiguousarray(store.row(i).ids, dtype=np.int32).tobytes())
                        for i in range(len(store))], dtype=np.uint64)
     distinct = np.unique(hashes)

@@ -29,6 +29,7 @@ class Settings:
     pack_tokens: int = 1024
     accumulate: int = 1              # packs an optimiser step
     validation_share: float = 0.05
+    held_out_from: int = 0           # first row of the corpus's own validation part, which ends it; 0: the share decides
     evaluate_every: int = 0          # optimiser steps; 0: at the end of every epoch
     checkpoint_every: int = 0        # optimiser steps; 0: at every evaluation
     initialise: str = "fitted"
@@ -56,12 +57,13 @@ class Settings:
         return settings
 
     @classmethod
-    def of(cls, parameters: dict, **folders: str) -> "Settings":
+    def of(cls, parameters: dict, held_out_from: int = 0, **folders: str) -> "Settings":
         """From a notebook's parameters, those that are settings; pack_tokens 0 means max_seq_len."""
         names = {field.name for field in fields(cls)}
         values = {name: value for name, value in parameters.items() if name in names - {"target"}}
         values["pack_tokens"] = values.get("pack_tokens") or parameters["max_seq_len"]
-        return cls.from_json({**values, **{name: str(path) for name, path in folders.items()}})
+        return cls.from_json({**values, **{name: str(path) for name, path in folders.items()},
+                              "held_out_from": held_out_from})
 
     def check(self) -> None:
         wrong = [(self.ttt_steps >= 1, "ttt_steps must be 1 or more"), (self.epochs >= 1, "epochs must be 1 or more"),

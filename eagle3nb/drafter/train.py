@@ -63,7 +63,7 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
     folder, device = Path(settings.drafter), "cuda" if torch.cuda.is_available() else "cpu"
     ids = read_json(folder / "vocabulary.json")["ids"]
     identity = run_identity(settings, ids, store.fingerprint)
-    rows, held_out = split(store, settings.validation_share)
+    rows, held_out = split(store, settings.validation_share, settings.held_out_from)
     plan = Plan.make(rows, store.lengths, epochs=settings.epochs, seed=settings.seed, pack_tokens=settings.pack_tokens,
                      accumulate=settings.accumulate)
     warmup = warmup_steps(settings, len(plan.steps))

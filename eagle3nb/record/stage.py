@@ -162,6 +162,11 @@ class Stage:
         rows = data.to_dict(orient="records") if hasattr(data, "to_dict") else list(data)
         show(tables.table(rows, caption), tables.table_text(rows, caption))
 
+    def html(self, html: str, text: str) -> None:
+        """HTML of one's own, everything in it escaped and its styles inline, with its twin as plain text."""
+        if html:
+            show(html, text)
+
     def finish(self, verdict: str, result: dict, inputs=(), outputs=()) -> None:
         """Closes the stage as ok: one sentence, its figures, and the files it read and wrote (folders are expanded).
 

@@ -5,6 +5,7 @@ line: it starts at the project's root. Whatever is written appears whole or not 
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import shutil
@@ -70,49 +71,104 @@ def atomic_write(path: str | Path, mode: str = "w"):
 def fresh_folder(path: Path):
     """A new empty folder beside `path`, `<name>.<pid>.partial`: gone after the block unless it took the other's place.
 
-    What a killed process left there under such a name is removed first.
+    What a killed process left there is put right first. A folder in use is locked, which ends with its process, however
+    that ends; a process number may belong to another by then.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f"{path.name}.*.partial"):
-        pid = left.name[len(path.name) + 1:-len(".partial")]
-        if pid.isdigit() and left.is_dir() and not left.is_symlink() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(left)
+    _clear(path)
     folder = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    if folder.is_dir():
-        shutil.rmtree(folder)
     folder.mkdir()
+    handle = os.open(folder, os.O_RDONLY)
     try:
+        _lock(handle)
         yield folder
     finally:
+        os.close(handle)
         if folder.is_dir():
             shutil.rmtree(folder)
+
+
+def _clear(path: Path) -> None:
+    """What ended processes left: `<name>.<pid>.partial` goes, an old folder set aside as `.replaced` is put back."""
+    for left in list(path.parent.iterdir()):
+        name, pid, kind = (left.name.rsplit(".", 2) + ["", ""])[:3]
+        if name != path.name or not pid.isdigit() or kind not in ("partial", "replaced") or _in_use(left, int(pid)):
+            continue
+        if kind == "replaced" and not path.exists():
+            os.rename(left, path)
+        else:
+            shutil.rmtree(left, ignore_errors=True)  # what its processes still do there ends in a moment
+
+
+def _in_use(folder: Path, pid: int) -> bool:
+    """By a process that lives; or it is no folder, and so nothing of ours. Without locks the process number decides."""
+    if folder.is_symlink() or not folder.is_dir():
+        return True
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        locked = _lock(handle)
+    finally:
+        os.close(handle)
+    return not locked if locked is not None else pid != os.getpid() and psutil.pid_exists(pid)
+
+
+def _lock(handle: int) -> bool | None:
+    """True with the lock, False where another has it, None where the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def replace_folder(new: Path, path: Path, names: set[str]) -> None:
     """`new` takes the place of the folder `path` in one step (renameat2, RENAME_EXCHANGE), and the old one is removed.
 
-    Files of the old folder other than `names` stay: they are in both for a moment. Where the file system cannot
-    exchange folders, the files are renamed one by one, the newest last.
+    Whatever the old folder holds beside `names` stays: it is in both before they change places. Where the file system
+    cannot exchange folders, the old one is set aside first, as `<name>.<pid>.replaced`, and for the moment between two
+    renames there is none; the next fresh_folder puts it back.
     """
-    new, path = Path(new), Path(path)
-    sync_folder(new)
+    new, path = Path(new), Path(os.path.realpath(path))
+    old = new
     if not path.exists():
+        sync_folder(new)
         os.rename(new, path)
     else:
-        for other in path.iterdir():
-            if other.name not in names and other.is_file() and not (new / other.name).exists():
-                os.link(other, new / other.name)
-        if exchange(new, path):
-            for other in new.iterdir():  # the old one now
-                if other.is_dir() and not (path / other.name).exists():
-                    os.rename(other, path / other.name)
-            shutil.rmtree(new)
-        else:
-            for file in sorted(new.iterdir(), key=lambda file: file.stat().st_mtime_ns):
-                os.replace(file, path / file.name)
-            new.rmdir()
+        _keep_others(path, new, names)
+        sync_folder(new)
+        if not exchange(new, path):
+            old = path.with_name(f"{path.name}.{os.getpid()}.replaced")
+            os.rename(path, old)
+            try:
+                os.rename(new, path)
+            except BaseException:
+                os.rename(old, path)
+                raise
     sync_folder(path.parent)
+    if old.exists():
+        _keep_others(old, path, names)  # what has come meanwhile
+        shutil.rmtree(old)
+
+
+def _keep_others(old: Path, new: Path, names: set[str]) -> None:
+    """What `old` holds beside `names` into `new` too: hard links, or copies where the file system has none."""
+    for other in old.iterdir():
+        if other.name in names or os.path.lexists(new / other.name):
+            continue
+        if other.is_dir() and not other.is_symlink():
+            shutil.copytree(other, new / other.name, symlinks=True, copy_function=_link)
+        else:
+            _link(other, new / other.name)
+
+
+def _link(file, copy) -> None:
+    try:
+        os.link(file, copy, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(file, copy, follow_symlinks=False)
 
 
 def exchange(a: Path, b: Path) -> bool:

@@ -63,7 +63,7 @@ class Unusable(Exception):  # noqa: N818 (not an error to the reader: it becomes
 
 
 def find_sources(data_root: str | Path, exclude=(), include=()) -> list[Source]:
-    """Dataset directories below `data_root`, by name: those included (all, where `include` is empty), less the excluded.
+    """Dataset directories below `data_root`, by name: those included (all, if `include` is empty), less those excluded.
 
     An entry is a directory's name or its part before the first "_": "A1" matches A1_longform. Raises UserError where
     the root is missing or holds no dataset, where an entry matches nothing or stands in both lists.

@@ -1,10 +1,14 @@
 """The merged line of a row whose ids or mask are not those of its own line."""
 
+import json
+import re
+
 import numpy as np
 import orjson
 
 TEXT_KEYS = ("messages", "conversations", "prompt", "response", "text", "tools")
 FIRST = ("id", "source")
+LONG_NUMBER = re.compile(rb"\d{19}")  # orjson makes a float of an integer beyond 64 bits
 NEAR = 2048  # bytes around the place where a comma is expected
 
 
@@ -23,7 +27,10 @@ def line_of(raw: bytes, ids: np.ndarray, mask: np.ndarray, length: int, *, bare:
         rest = {key: value[:len(ids)] if isinstance(value, list) and len(value) == length else value
                 for key, value in rest.items() if key not in TEXT_KEYS}
     made = {**{key: row[key] for key in FIRST if key in row}, "input_ids": ids, "loss_mask": mask, **rest}
-    return orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY)
+    try:
+        return orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError:  # such an integer, or lists within lists 254 deep
+        return json.dumps(made | {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}, ensure_ascii=False).encode()
 
 
 def _cut(raw: bytes, mask: np.ndarray, length: int, own: bool) -> bytes:

@@ -15,12 +15,13 @@ NEAR = 2048  # bytes around the place where a comma is expected
 def line_of(raw: bytes, ids: np.ndarray, mask: np.ndarray, length: int, *, bare: bool, own: bool) -> bytes:
     """The row's line with `ids` int32[T'] and `mask` uint8[T'], cut from `length` tokens; its other keys stay.
 
-    A row that is cut loses its text, which no longer says what its ids say; lists a token long are cut with it.
+    A row that is cut loses its text, which no longer says what its ids say; lists a token long are cut with it, but not
+    an id or a source. The prompt's and the response's ids go, since they are the row's ids now.
     bare, own: as the batch has them. Most rows that are cut are bare, and then their bytes are cut, not written anew.
     """
     if bare and (cut := _cut(raw, mask, length, own)):
         return cut
-    row = orjson.loads(raw)
+    row = json.loads(raw) if LONG_NUMBER.search(raw) else orjson.loads(raw)
     rest = {key: value for key, value in row.items()
             if key not in (*FIRST, "input_ids", "loss_mask", "prompt_ids", "response_ids")}
     if len(ids) < length:

@@ -1,11 +1,20 @@
-"""What the hidden states will cost in disk, told from the config alone, before anything runs."""
+"""What the extraction will cost in disk, memory and time, told from the config alone, before anything runs."""
 
+import math
+import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
 
 from eagle3nb.errors import UserError
-from eagle3nb.files import disk_free
-from eagle3nb.states.target import BYTES, TargetFacts
+from eagle3nb.files import disk_free, read_json
+from eagle3nb.states.parameters import experts_of, weights_bytes
+from eagle3nb.states.target import BYTES, TargetFacts, facts_of
 
+RUNTIME = 430_000_000  # bytes of a process with Python, torch and Transformers, before it does anything (measured)
+SLACK = 64_000_000  # bytes that malloc keeps of what was freed: twice its largest mmap threshold
 PER_TOKEN = 4 + 1  # id, mask
 PER_TEACHER = 4 + 4 + 4  # position, argmax, log-sum-exp
 
@@ -18,8 +27,11 @@ def states_bytes(facts: TargetFacts, tokens: int, teacher_positions: int, dtype:
     scales = 4 if dtype == "fp8_e4m3" else 0
     per_token = PER_TOKEN + size * 3 * h + 3 * scales
     per_teacher = PER_TEACHER + size * h + scales
-    head = 2 * facts.vocab * h * (1 if facts.tie_embedding else 2)
-    return per_token * tokens + per_teacher * teacher_positions + head
+    return per_token * tokens + per_teacher * teacher_positions + head_bytes(facts)
+
+
+def head_bytes(facts: TargetFacts) -> int:
+    return 2 * facts.vocab * facts.hidden * (1 if facts.tie_embedding else 2)
 
 
 def disk_plan(facts: TargetFacts, tokens: int, teacher_positions: int, folder: str | Path, dtype: str = "bf16") -> dict:
@@ -37,3 +49,130 @@ def disk_plan(facts: TargetFacts, tokens: int, teacher_positions: int, folder: s
 def standing_bytes(folder: str | Path) -> int:
     folder = Path(folder)
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
+
+
+def store_files(tokens: int, records: int, shard_tokens: int) -> int:
+    """Files of a store: shards, each short of `shard_tokens` by half a row on the average, the head, the manifest."""
+    if not tokens:
+        return 2
+    short = tokens / max(records, 1) / 2
+    return max(1, math.ceil(tokens / max(shard_tokens - short, 2 * short, 1))) + 2
+
+
+def hours(tokens: float, tokens_per_s: float, gpus: int = 1) -> dict:
+    """{"hours", "gpu_hours", "formula"} of `tokens` at a rate that `gpus` of them reach together."""
+    if not tokens_per_s > 0 or gpus < 1:
+        raise UserError(f"a rate of {tokens_per_s} tokens/s on {gpus} GPUs gives no time; state both above zero")
+    wall = tokens / tokens_per_s / 3600
+    return {"hours": wall, "gpu_hours": wall * gpus,
+            "formula": f"{tokens:,.0f} tokens / {tokens_per_s:,.0f} tokens/s on {gpus} GPU{'s' * (gpus > 1)}"}
+
+
+def extraction_memory(folder: str | Path, *, batch_tokens: int, shard_tokens: int, states_dtype: str,
+                      weights_dtype: str = "bf16", longest: int = 0) -> dict:
+    """Peak memory of the extraction: {"parts": [{"part", "where", "bytes", "formula"}], "device", "host", "total"}.
+
+    T: tokens of one forward, `batch_tokens` or the longest row; h hidden, m the widest MLP of a token, both in the
+    weights' compute dtype; C: a chunk of the teacher's logits. The forward and the teacher follow one another, so the
+    larger counts; the states of the batch before are still held. Where the target runs on a CPU, all is host memory.
+    """
+    from eagle3nb.states.extract import LOGITS_BYTES  # here, since that module imports this one
+
+    facts, c = facts_of(folder), read_json(Path(folder) / "config.json")
+    c = c.get("text_config") or c
+    weights, how = weights_bytes(folder, weights_dtype)
+    T, h, b = max(batch_tokens, longest), facts.hidden, 4 if weights_dtype == "fp32" else 2
+    expert, (experts, chosen) = c.get("moe_intermediate_size") or facts.intermediate, experts_of(c)
+    routed = (chosen + (c.get("n_shared_experts") or 0)) * expert if experts else 0
+    m = max(facts.intermediate if not experts or c.get("first_k_dense_replace") else 0, routed)
+    logits = min(LOGITS_BYTES, 4 * facts.vocab * T)
+    forward, teacher = b * T * (8 * h + 3 * m), b * T * 4 * h + 2 * logits
+    shard = states_bytes(facts, shard_tokens, shard_tokens, states_dtype) - head_bytes(facts)
+    parts = [
+        ("weights", "device", weights, how),
+        ("one batch", "device", max(forward, teacher) + b * T * 4 * h,
+         f"{b} T (8 h + 3 m) in the forward or {b} T 4 h + 2 C for the teacher, and {b} T 4 h of the batch before; "
+         f"T {T:,}, h {h:,}, m {m:,}, C {logits / 1e6:,.0f} MB"),
+        ("shards", "host", 2 * shard, f"2 × {shard_tokens:,} tokens in {states_dtype}, every one a teacher's"),
+        ("process", "host", RUNTIME + SLACK, "Python, torch and Transformers as measured, and what malloc keeps")]
+    return summed(parts)
+
+
+def summed(parts: list[tuple[str, str, int, str]]) -> dict:
+    """(part, where, bytes, formula) … → the plan with its sums."""
+    rows = [dict(zip(("part", "where", "bytes", "formula"), part, strict=True)) for part in parts]
+    sums = {place: sum(row["bytes"] for row in rows if row["where"] == place) for place in ("device", "host")}
+    return {"parts": rows, **sums, "total": sum(sums.values())}
+
+
+# ---------------------------------------------------------------------------------------------------- this machine
+
+
+def machine_memory() -> int:
+    """Bytes that this process may use: the machine's memory, or its container's limit."""
+    limits = [psutil.virtual_memory().total]
+    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        text = file.read_text().strip() if file.is_file() else ""
+        limits += [int(text)] if text.isdigit() else []
+    return min(limits)
+
+
+def memory_needs(extraction: dict, training: dict, *, device_memory_gb: float = 0, extraction_gpus: int = 1,
+                 training_gpus: int = 1) -> list[dict]:
+    """Rows {"what", "device", "needed", "available", "short"}, in bytes, for the rule memory_short.
+
+    Without a stated device_memory_gb (of one GPU, in 10⁹ bytes) everything must fit this machine's memory. With it, the
+    target is spread over `extraction_gpus`, while each of the training's GPUs holds a drafter of its own; their host's
+    memory is another machine's, so it is told without a verdict (available: None).
+    """
+    if not device_memory_gb:
+        here = machine_memory()
+        return [need(name, "this machine's memory", plan["total"], here)
+                for name, plan in (("extraction", extraction), ("training", training))]
+    size = round(device_memory_gb * 1e9)
+    one = f"GPU of {device_memory_gb:g} GB"
+    return [need("extraction", f"{extraction_gpus} × a {one}", extraction["device"], extraction_gpus * size),
+            need("extraction", "host memory", extraction["host"], None),
+            need("training", f"each {one}", training["device"], size),
+            need("training", f"host memory, {training_gpus} processes", training["host"] * training_gpus, None)]
+
+
+def need(what: str, device: str, needed: int, available: int | None) -> dict:
+    return {"what": what, "device": device, "needed": needed, "available": available,
+            "short": available is not None and needed > available}
+
+
+def in_gb(rows: list[dict]) -> list[dict]:
+    """The same rows for a table: counts of bytes as "… (GB)"."""
+    counts = ("bytes", "needed", "available", "start", "step", "save")
+    return [{f"{k} (GB)" if k in counts else k: v / 1e9 if k in counts and v is not None else v for k, v in row.items()}
+            for row in rows]
+
+
+def probe_rate(folder: str | Path, *, batch_tokens: int, row_tokens: int = 512, supervised: float = 1.0,
+               states_dtype: str = "bf16", engine: str = "transformers", seconds: float = 5.0) -> dict:
+    """Measured here: {"tokens_per_s", "tokens", "seconds", "load_s"} of the extraction's own forward and teacher.
+
+    Random tokens in rows of `row_tokens` (the corpus's mean length), the last `supervised` share of each a teacher's.
+    One row warms up; then at least one batch, and until `seconds` are over. UserError where the target does not fit.
+    """
+    from eagle3nb.states import extract, open_target, store  # torch and the weights only here
+
+    needed = weights_bytes(folder, "fp32")[0]
+    if engine == "transformers" and needed > machine_memory():
+        raise UserError(f"the target's weights take {needed / 1e9:,.1f} GB in float32, this machine has "
+                        f"{machine_memory() / 1e9:,.1f}; state a rate instead of probing it")
+    began, row_tokens = time.perf_counter(), max(2, min(row_tokens, facts_of(folder).max_positions))
+    target, dtype = open_target(engine, folder), store.dtype_of(states_dtype)
+    rows, rng = max(1, batch_tokens // row_tokens), np.random.default_rng(0)
+    ids = rng.integers(0, target.facts.vocab, (rows, row_tokens)).astype(np.int32)
+    mask = (np.arange(row_tokens) >= (1 - supervised) * row_tokens).astype(np.uint8)
+    corpus, nobody = SimpleNamespace(row=lambda i: (ids[i], mask)), SimpleNamespace(advance=lambda count: None)
+    clock = {"forward_s": 0.0, "teacher_s": 0.0}
+    extract.shard(corpus, target, 0, 0, dtype, batch_tokens, clock, nobody)
+    started, done = time.perf_counter(), 0
+    while not done or time.perf_counter() - started < seconds:
+        extract.shard(corpus, target, 0, rows - 1, dtype, batch_tokens, clock, nobody)
+        done += ids.size
+    spent = time.perf_counter() - started
+    return {"tokens_per_s": done / spent, "tokens": done, "seconds": spent, "load_s": started - began}

@@ -68,7 +68,8 @@ def merge(sources: list[Source], out_dir: str | Path, *, max_seq_len: int, seed:
             "sources": [tally.to_json() for tally in tallies], **accounts.totals(tallies),
             "validation": accounts.validation(rows, chosen), "order_hash": rows.order_hash(chosen.rows),
             "corpus_hash": rows.corpus_hash(chosen.rows), "bytes": (folder / ROWS).stat().st_size,
-            "lines_xxh3": digest, "index_xxh3": accounts.xxh3_file(folder / INDEX)}
+            "lines_xxh3": digest, "index_xxh3": accounts.xxh3_file(folder / INDEX),
+            "rejected_xxh3": accounts.xxh3_file(folder / REJECTED)}
         write_json(folder / REPORT, report)
         shutil.rmtree(folder / "spool")
         replace_folder(folder, out_dir, {ROWS, INDEX, REJECTED, REPORT})

@@ -133,14 +133,15 @@ def read_back(batch: Batch, shared: Reading) -> dict[str, list]:
     broken = {line for line, _, _ in batch.faults}
     lines = sorted([*batch.lines.tolist(), *broken])
     rows = iter(range(len(batch)))
-    found = {name: [0] * count for name in ("tokens", "supervised", "bytes", "xxh3", "mask_xxh3")}
+    found = {name: [0] * count for name in ("tokens", "supervised", "bytes", "xxh3", "mask_xxh3", "line")}
     for i, line in enumerate(lines):
         if line in broken:
             continue
         r = next(rows)
         ids, mask = batch.ids[batch.row(r)], batch.mask[batch.row(r)]
         values = (len(ids) if batch.own[r] else 0, int(np.count_nonzero(mask)), len(batch.raws[r]),
-                  xxhash.xxh3_128_hexdigest(ids.astype("<i4", copy=False)), xxhash.xxh3_64_hexdigest(mask))
+                  xxhash.xxh3_128_hexdigest(ids.astype("<i4", copy=False)), xxhash.xxh3_64_hexdigest(mask),
+                  xxhash.xxh3_64_intdigest(batch.raws[r]))
         for name, value in zip(found, values, strict=True):
             found[name][i] = value
     return found

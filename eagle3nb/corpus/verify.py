@@ -1,42 +1,86 @@
-"""The merged corpus read back: is the file what its index and its report say?"""
+"""The merged corpus read back: is the file what its index and its report say, and do the books balance?"""
 
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
+import orjson
+import xxhash
+
 from eagle3nb.corpus.decision import Rules
-from eagle3nb.corpus.merged import REPORT, ROWS, Corpus
+from eagle3nb.corpus.merged import INDEX, REJECTED, REPORT, ROWS, Corpus
 from eagle3nb.corpus.passes import Reading, read_back
 from eagle3nb.corpus.records import Source
 from eagle3nb.corpus.rows import corpus_hash
 from eagle3nb.corpus.scan import pool_of, processes_for, scan
 from eagle3nb.errors import UserError
+from eagle3nb.files import shown, xxh3_file
+
+COLUMNS = ("tokens", "supervised", "bytes", "xxh3", "mask_xxh3")
 
 
 def verify(out_dir: str | Path, processes: int = 0) -> dict:
-    """Read merged.jsonl back: every row against the index (order, ids, mask, counts), all of it against merge.json.
+    """Read merged.jsonl back: every row against the index (order, ids, mask, counts), every byte and all of the index
+    and of rejected.jsonl against merge.json.
 
-    Returns {records, tokens, supervised, corpus_hash}. Raises UserError at the first disagreement.
+    Returns {records, tokens, supervised, corpus_hash, lines_xxh3}. Raises UserError at the first disagreement.
     """
     corpus = Corpus.open(out_dir)
-    path, told = Path(out_dir) / ROWS, {name: corpus.index[name].tolist() for name in
-                                        ("tokens", "supervised", "bytes", "xxh3", "mask_xxh3")}
-    source, seen, hashes = Source("corpus", path.parent, (path,)), 0, {"xxh3": [], "mask_xxh3": []}
+    _books(corpus)
+    path, told = Path(out_dir) / ROWS, {name: corpus.index[name].tolist() for name in COLUMNS}
+    source, seen, hashes, lines = Source("corpus", path.parent, (path,)), 0, {"xxh3": [], "mask_xxh3": []}, []
     with pool_of(processes_for(path.stat().st_size, processes), Reading(Rules(1 << 40))) as pool:
         for found in scan([source], read_back, pool, vocab_size=corpus.vocab_size, what="merge: verifying"):
+            lines += found.value.pop("line")
             for row, rest in enumerate(zip(*found.value.values(), strict=True), seen):
                 if row >= len(corpus) or rest != tuple(told[name][row] for name in found.value):
                     raise UserError(f"{_place(corpus, row)}; run the merge again")
             seen += len(found.value["tokens"])
             for name in hashes:
                 hashes[name] += found.value[name]
-    if seen != len(corpus):
-        raise UserError(f"{ROWS} holds {seen} of {len(corpus)} rows; run the merge again")
+    if seen != len(corpus) or not _ends(path):
+        raise UserError(f"{ROWS} holds {seen} of {len(corpus)} rows, or its last line has no end; run the merge again")
     whole = corpus_hash(*(bytes.fromhex("".join(values)) for values in hashes.values()))
     result = {"records": seen, "tokens": sum(told["tokens"]), "supervised": sum(told["supervised"]),
-              "corpus_hash": whole}
+              "corpus_hash": whole, "lines_xxh3": xxhash.xxh3_128_hexdigest(np.array(lines, "<u8").tobytes())}
     for name, value in result.items():
         if corpus.report[name] != value:
             raise UserError(f"{ROWS} read back gives {name} {value}, {REPORT} says {corpus.report[name]}; merge again")
     return result
+
+
+def _books(corpus: Corpus) -> None:
+    """The index and rejected.jsonl against what merge.json says of every source."""
+    index, report = corpus.index, corpus.report
+    ends = np.cumsum(index["bytes"].to_numpy() + 1)
+    held = np.arange(len(index)) >= report["validation"]["first_row"]
+    if not np.array_equal(index["offset"], ends - index["bytes"] - 1) or not np.array_equal(index["validation"], held):
+        raise UserError(f"{INDEX} does not say where the rows of {ROWS} lie; run the merge again")
+    rejected = corpus.folder / REJECTED
+    if not rejected.is_file() or xxh3_file(rejected) != report["rejected_xxh3"]:
+        raise UserError(f"{shown(rejected)} is not what the merge wrote; run the merge again")
+    removed: dict[str, Counter] = {source["name"]: Counter() for source in report["sources"]}
+    with open(rejected, "rb") as lines:
+        for line in lines:
+            row = orjson.loads(line)
+            removed[row["source"]][row["reason"]] += 1
+    for source in report["sources"]:
+        mine = index[index["source"] == source["name"]]
+        found = {"records": len(mine), "copies": int((mine["copy"] > 0).sum()),
+                 "truncated_records": int((mine["truncated"] > 0).sum()),
+                 "truncated_tokens": int(mine["truncated"].sum()),
+                 **{name: int(mine[name].sum()) for name in ("tokens", "supervised", "teacher_positions")},
+                 "skipped": dict(removed[source["name"]])}
+        for name, value in found.items():
+            if source[name] != value:
+                raise UserError(f"{source['name']}: {INDEX} and {REJECTED} hold {name} {value}, {REPORT} says "
+                                f"{source[name]}; run the merge again")
+
+
+def _ends(path: Path) -> bool:
+    with open(path, "rb") as handle:
+        handle.seek(-1, 2)
+        return handle.read() == b"\n"
 
 
 def _place(corpus: Corpus, row: int) -> str:

@@ -22,14 +22,14 @@ def fill(tallies: list[Tally], rows: Rows, chosen: Selection) -> None:
     for reason, which in chosen.removed:
         for source, count in zip(*np.unique(rows.columns["source"][which], return_counts=True), strict=True):
             tallies[source].skipped[reason] += int(count)
-    source = rows.columns["source"][chosen.rows] if len(rows) else np.empty(0, np.int64)
+    source = rows.columns["source"][chosen.rows]
     for number, tally in enumerate(tallies):
         mine = chosen.rows[source == number]
         tally.records = len(mine)
         tally.copies = int((chosen.copy[source == number] > 0).sum())
         for name, column in COUNTS.items():
-            setattr(tally, name, int(rows.columns[column][mine].sum()) if len(mine) else 0)
-        truncated = rows.columns["truncated"][mine] if len(mine) else np.empty(0, np.int64)
+            setattr(tally, name, int(rows.columns[column][mine].sum()))
+        truncated = rows.columns["truncated"][mine]
         tally.truncated_records, tally.truncated_tokens = int((truncated > 0).sum()), int(truncated.sum())
 
 
@@ -44,7 +44,7 @@ def totals(tallies: list[Tally]) -> dict:
 def validation(rows: Rows, chosen: Selection) -> dict:
     """{records, tokens, first_row} of the validation part, which ends merged.jsonl."""
     held = chosen.rows[len(chosen.rows) - chosen.held:]
-    return {"records": chosen.held, "tokens": int(rows.columns["tokens"][held].sum()) if chosen.held else 0,
+    return {"records": chosen.held, "tokens": int(rows.columns["tokens"][held].sum()),
             "first_row": len(chosen.rows) - chosen.held}
 
 

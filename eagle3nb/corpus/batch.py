@@ -85,8 +85,7 @@ def _batch(chunk: Chunk, lines: Lines, parser, vocab_size: int, tokenizer) -> Ba
         except Unusable as unusable:
             faults.append((lines.numbers[number], *unusable.args))
     if lines.damage:
-        after = lines.numbers[-1] + 1 if lines.numbers else lines.breaks
-        faults.append((after, "json_invalid", f"file cannot be read on: {lines.damage}"))
+        faults.append((lines.after, "json_invalid", f"file cannot be read on: {lines.damage}"))
     places, parts, masks, plain, bare = zip(*rows, strict=True) if rows else [()] * 5
     lengths = np.array([len(part) for part in parts], np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])

@@ -38,7 +38,8 @@ class Lines:
     offsets: list[int]  # byte where the line begins in the file; -1 where that is compressed
     breaks: int
     read: int  # bytes taken off the disk for them
-    damage: str = ""  # why the file cannot be read on after them
+    after: int  # number of the line that follows them
+    damage: str = ""  # why the file cannot be read on there
 
 
 def chunks(files: list[tuple[int, int, Path]], limit: int = 0, size: int = CHUNK) -> Iterator[Chunk]:
@@ -84,22 +85,22 @@ def read(chunk: Chunk, size: int = CHUNK) -> Iterator[Lines]:
 
 
 def _plain(chunk: Chunk, size: int) -> Iterator[Lines]:
+    begin, line = chunk.start, 0
     try:
         with open(chunk.path, "rb", buffering=1 << 16) as handle:
-            begin, line = chunk.start, 0
             if begin:
-                handle.seek(begin - 1)
-                begin += len(handle.readline()) - 1  # the line that reaches into this chunk is the one before's
+                handle.seek(begin - 1)  # the line that reaches into this chunk, perhaps through it, is the one before's
+                begin += len(handle.readline(chunk.stop - begin + 1)) - 1
             while begin < chunk.stop:
                 data = handle.read(min(size, chunk.stop - begin))
                 tail = b"" if data.endswith(b"\n") else handle.readline()  # the rest of the last line
                 if not data:
                     return
                 lines = _split(data, tail, begin, line, len(data) + len(tail))
-                begin, line = begin + lines.read, line + lines.breaks
+                begin, line = begin + lines.read, lines.after
                 yield lines
     except OSError as error:
-        yield Lines([], [], [], 0, 0, str(error.strerror or error))
+        yield Lines([], [], [], 0, 0, line, str(error.strerror or error))
 
 
 def _split(data: bytes, tail: bytes, begin: int, line: int, read: int, damage: str = "") -> Lines:
@@ -116,13 +117,18 @@ def _split(data: bytes, tail: bytes, begin: int, line: int, read: int, damage: s
             numbers.append(number)
             offsets.append(place + (0 if len(raw) == len(text) else text.index(raw)) if begin >= 0 else -1)
         place += len(text) + 1
-    return Lines(raws, numbers, offsets, len(parts) - 1, read, damage)
+    return Lines(raws, numbers, offsets, len(parts) - 1, read, line + len(parts) - 1, damage)
 
 
 def _unpacked(chunk: Chunk, size: int) -> Iterator[Lines]:
     """Lines of a compressed file; what could be unpacked before the damage is given first."""
     rest, line, told = b"", 0, 0
-    with open(chunk.path, "rb", buffering=1 << 20) as handle:
+    try:
+        handle = open(chunk.path, "rb", buffering=1 << 20)  # noqa: SIM115 (closed below)
+    except OSError as error:
+        yield Lines([], [], [], 0, 0, line, str(error.strerror or error))
+        return
+    with handle:
         parts, damage = _gzip(handle) if chunk.path.suffix == ".gz" else _zstd(handle), ""
         while True:
             held, ended = [rest], False
@@ -139,7 +145,7 @@ def _unpacked(chunk: Chunk, size: int) -> Iterator[Lines]:
             rest, data = (data[cut:], data[:cut]) if not ended or damage else (b"", data)
             at = handle.tell()
             lines = _split(data, b"", -1, line, at - told, damage)
-            line, told = line + lines.breaks, at
+            line, told = lines.after, at
             yield lines
             if ended:
                 return

@@ -157,11 +157,14 @@ def _block(out: str, rows: Rows, which: np.ndarray, begin: int) -> Block:
 @contextmanager
 def _flushing(handle: int):
     """The disk writes while the processes still copy: else it would only begin with the last fsync."""
-    done = threading.Event()
+    done, failed = threading.Event(), []
 
     def flush():
-        while not done.wait(0.05):
-            os.fdatasync(handle)
+        while not failed and not done.wait(0.05):
+            try:
+                os.fdatasync(handle)
+            except OSError as error:  # the system tells it once: the last fsync would know nothing of it
+                failed.append(error)
 
     thread = threading.Thread(target=flush, daemon=True)
     thread.start()
@@ -170,3 +173,5 @@ def _flushing(handle: int):
     finally:
         done.set()
         thread.join()
+    if failed:
+        raise failed[0]

@@ -96,7 +96,7 @@ def write_block(block: Block, shared, add) -> None:
             if place not in handles:
                 if len(handles) >= OPEN_FILES:
                     os.close(handles.pop(next(iter(handles))))
-                handles[place] = os.open(block.paths[place], os.O_RDONLY)
+                handles[place] = _opened(block.paths[place])
             line = os.pread(handles[place], length, at)
             if xxhash.xxh3_64_intdigest(line) != line_hash:
                 raise UserError(f"{shown(block.paths[place])} changed while it was merged; run the merge again")
@@ -108,6 +108,13 @@ def write_block(block: Block, shared, add) -> None:
     finally:
         for handle in (out, *handles.values()):
             os.close(handle)
+
+
+def _opened(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{shown(path)} cannot be read any more: {error.strerror}; run the merge again") from error
 
 
 def _put(out: int, held: list[bytes], begin: int, add) -> int:

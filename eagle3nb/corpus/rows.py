@@ -10,12 +10,14 @@ from eagle3nb.corpus.batch import Batch
 from eagle3nb.corpus.decision import KEPT, Decisions
 from eagle3nb.corpus.rewrite import line_of
 
+COLUMNS = ("source", "file", "line", "at", "place", "bytes", "tokens", "supervised", "teachers", "truncated")
+
 
 @dataclass
 class Part:
     """The rows of one batch; line numbers count within its chunk."""
 
-    columns: dict[str, np.ndarray]  # int64[R] by name, see `Rows.COLUMNS`
+    columns: dict[str, np.ndarray]  # int64[R] by name: those of COLUMNS from `line` on, but `spooled` for `place`
     ids_hash: np.ndarray  # V16[R] xxh3-128 of the ids as little-endian int32
     mask_hash: np.ndarray  # V8[R] xxh3-64 of the mask's bytes
     raw_hash: np.ndarray  # uint64[R] xxh3-64 of the source's line: tells rows with the same ids apart
@@ -63,8 +65,8 @@ def part_of(batch: Batch, made: Decisions, write=None, spool: str = "") -> Part:
 class Rows:
     """The rows that the first pass keeps, in the order they lie in: sources, files, lines.
 
-    columns  int64[R]: source, file (over all sources), line (1-based), at and place (where the merged line's bytes
-             begin, and in which of `paths`), bytes, tokens, supervised, teachers, truncated
+    columns  int64[R], of COLUMNS: `file` counts over all sources, `line` from 1; `at` and `place` say where the merged
+             line's bytes begin, and in which of `paths`
     """
 
     def __init__(self, files: list[tuple[int, str, object]]):
@@ -91,8 +93,8 @@ class Rows:
 
     def close(self) -> None:
         """After the last part: one array a column."""
-        names = self.placed[0] if self.placed else ()
-        self.columns = {name: np.concatenate([placed[name] for placed in self.placed]) for name in names}
+        none = np.zeros(0, np.int64)
+        self.columns = {name: np.concatenate([none, *(placed[name] for placed in self.placed)]) for name in COLUMNS}
         self.ids_hash = np.concatenate([part.ids_hash for part in self.parts]) if self.parts else np.empty(0, "V16")
         self.mask_hash = np.concatenate([part.mask_hash for part in self.parts]) if self.parts else np.empty(0, "V8")
         self.raw_hash = np.concatenate([part.raw_hash for part in self.parts]) if self.parts else np.empty(0, "u8")

@@ -82,8 +82,9 @@ class Pool:
                 yield function(task, self.shared, self.counted.add)
                 shown = self._tell(told, shown)
             return
-        waiting = deque(self.pool.submit(_counting, function, task) for task in tasks)
+        waiting = deque()
         try:
+            waiting.extend(self.pool.submit(_counting, function, task) for task in tasks)
             while waiting:
                 while not waiting[0].done():
                     wait_for([waiting[0]], timeout=0.5)

@@ -15,6 +15,7 @@ from eagle3nb.states.target import BYTES, TargetFacts, facts_of
 
 RUNTIME = 430_000_000  # bytes of a process with Python, torch and Transformers, before it does anything (measured)
 SLACK = 64_000_000  # bytes that malloc keeps of what was freed: twice its largest mmap threshold
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
 PER_TOKEN = 4 + 1  # id, mask
 PER_TEACHER = 4 + 4 + 4  # position, argmax, log-sum-exp
 
@@ -111,19 +112,19 @@ def summed(parts: list[tuple[str, str, int, str]]) -> dict:
 def machine_memory() -> int:
     """Bytes that this process may use: the machine's memory, or its container's limit."""
     limits = [psutil.virtual_memory().total]
-    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+    for file in LIMITS:
         text = file.read_text().strip() if file.is_file() else ""
         limits += [int(text)] if text.isdigit() else []
     return min(limits)
 
 
-def memory_needs(extraction: dict, training: dict, *, device_memory_gb: float = 0, extraction_gpus: int = 1,
-                 training_gpus: int = 1) -> list[dict]:
+def memory_needs(extraction: dict, training: dict, *, device_memory_gb: float = 0, extraction_gpus: int = 1
+                 ) -> list[dict]:
     """Rows {"what", "device", "needed", "available", "short"}, in bytes, for the rule memory_short.
 
     Without a stated device_memory_gb (of one GPU, in 10⁹ bytes) everything must fit this machine's memory. With it, the
-    target is spread over `extraction_gpus`, while each of the training's GPUs holds a drafter of its own; their host's
-    memory is another machine's, so it is told without a verdict (available: None).
+    target is spread over `extraction_gpus`, while each of the training's GPUs holds a drafter of its own; the host is
+    another machine, so its memory is told without a verdict (available: None).
     """
     if not device_memory_gb:
         here = machine_memory()
@@ -134,7 +135,7 @@ def memory_needs(extraction: dict, training: dict, *, device_memory_gb: float = 
     return [need("extraction", f"{extraction_gpus} × a {one}", extraction["device"], extraction_gpus * size),
             need("extraction", "host memory", extraction["host"], None),
             need("training", f"each {one}", training["device"], size),
-            need("training", f"host memory, {training_gpus} processes", training["host"] * training_gpus, None)]
+            need("training", "host memory, of the first process", training["host"], None)]
 
 
 def need(what: str, device: str, needed: int, available: int | None) -> dict:

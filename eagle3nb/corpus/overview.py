@@ -39,6 +39,25 @@ def overview(found: Survey) -> list[dict]:
     return rows
 
 
+def token_counts(found: Survey) -> tuple[dict, dict]:
+    """(of all rows, of the held-out rows): int64[V] supervised tokens that the merge keeps, by source."""
+    return ({source.name: source.token_counts for source in found.kept},
+            {source.name: source.held_out_counts for source in found.kept})
+
+
+def p99(found: Survey) -> int:
+    """Tokens of a row, as merged, that one row in a hundred exceeds."""
+    lengths = found.rows.columns["tokens"] if len(found.rows) else np.zeros(1)
+    return int(np.percentile(lengths, 99, method="higher"))
+
+
+def looked_at(found: Survey, looked: dict[str, int]) -> str:
+    """A sentence on the sample."""
+    rows, of = sum(looked.values()), sum(source.records for source in found.sources)
+    return f"The text of {rows:,} of {of:,} rows was looked at: " + ", ".join(
+        f"{name} {count:,}" for name, count in looked.items()) + "."
+
+
 def heaviest(found: Survey) -> str:
     """The source with the most tokens, in words."""
     most = max(found.sources, key=lambda source: source.tokens)

@@ -6,7 +6,8 @@ What is found is computed where it belongs (states, drafter) and comes as plain 
 from eagle3nb.corpus.audit import Finding
 from eagle3nb.corpus.vocabulary import Coverage
 
-COVERED = 0.95  # of the held-out supervised tokens: a smaller draft vocabulary caps every chain too early
+COVERED = 0.95  # of the supervised tokens: a draft vocabulary that holds fewer caps every chain too early
+JUDGES = 10_000  # held-out supervised tokens that a judgement takes
 
 
 def disk_findings(plan: dict, planned: bool = False) -> list[Finding]:
@@ -38,24 +39,30 @@ def memory_findings(checks: list[dict], planned: bool = False) -> list[Finding]:
         f"{check['available'] / 1e9:,.1f} GB are there", remedies[check["what"]]) for check in checks if check["short"]]
 
 
-def draft_findings(differences: list[dict], whose: str) -> list[Finding]:
-    """`differences`: {key, draft, target, why} between a drafter's config and what the target wants.
+def draft_findings(compared: list[dict], whose: str) -> list[Finding]:
+    """`compared`: {key, draft, target, verdict, why} of a drafter's config and the target's; "differs" is a finding.
 
-    A user's own config that differs is red: a drafter with another RoPE trains well and is refused by every verify.
+    Red: a drafter with another RoPE trains well and is refused by every verify. Too few positions are amber.
     """
     return [Finding("draft_config", "amber" if "position" in difference["key"] else "red", "", 1,
                     f"{whose}: {difference['key']} is {difference['draft']}, the target has {difference['target']}",
-                    difference["why"]) for difference in differences]
+                    difference["why"]) for difference in compared if difference["verdict"] == "differs"]
 
 
 def vocabulary_findings(coverage: Coverage) -> list[Finding]:
-    """Coverage of the draft vocabulary on held-out rows, worst source first; the special tokens it would leave out."""
+    """Coverage of the draft vocabulary, worst source first, and the special tokens that it would leave out.
+
+    Judged on held-out rows, where those are enough to judge by: a corpus of some hundred rows has too few.
+    """
     if not coverage.share:
         return []
     name, share = min(coverage.share.items(), key=lambda item: item[1])
-    whole = f"{coverage.whole:.1%} of the held-out supervised tokens lie in {coverage.size:,} draft tokens"
-    forced = f"; forced in, though rare: {', '.join(coverage.rare)}" if coverage.rare else ""
-    return [Finding("vocab_coverage", "amber" if coverage.whole < COVERED else "info", "", 1,
-                    f"{whole}, least in {name} ({share:.1%}){forced}",
-                    "raise draft_vocab_size: a token outside ends every chain" if coverage.whole < COVERED else
-                    "nothing, if that is enough for you")]
+    few = coverage.judges < JUDGES
+    low = (coverage.seen if few else coverage.whole) < COVERED
+    told = (f"{coverage.size:,} draft tokens hold {coverage.seen:.1%} of what the target said, {coverage.whole:.1%} on "
+            f"held-out rows, least in {name} ({share:.1%})")
+    told += f"; {coverage.judges:,} held-out tokens are too few to judge by" if few else ""
+    told += f"; forced in, though rare: {', '.join(coverage.rare)}" if coverage.rare else ""
+    return [Finding("vocab_coverage", "amber" if low else "info", "", 1, told,
+                    "raise draft_vocab_size: a token outside ends every chain" if low else
+                    "nothing, if the curve says that a larger one buys little")]

@@ -72,7 +72,9 @@ class Coverage:
     """How much of what the target says lies in the most frequent tokens, judged on rows that did not choose them."""
 
     size: int  # of the draft vocabulary looked at
+    seen: float  # share of the supervised tokens of the rows that chose them
     whole: float  # share of the held-out supervised tokens, all sources together
+    judges: int  # held-out supervised tokens
     share: dict[str, float]  # by source
     curve: dict[int, dict[str, float]]  # size → share by source, for a plot
     rare: list[str]  # forced tokens that frequency alone would leave out, as text
@@ -92,6 +94,7 @@ def held_out_coverage(counts: dict[str, np.ndarray], held_out: dict[str, np.ndar
         vocabulary = choose(chosen_by, each, forced)
         curve[each] = {name: coverage(values, vocabulary) for name, values in held.items()}
     by_frequency = set(choose(chosen_by, size).ids.tolist())
-    whole = coverage(sum(held.values()), choose(chosen_by, size, forced)) if held else 0.0
+    judges, vocabulary = sum(held.values(), np.zeros(len(chosen_by), np.int64)), choose(chosen_by, size, forced)
     rare = [text for token, text in forced.items() if token not in by_frequency]
-    return Coverage(size, whole, curve[size], curve, rare)
+    return Coverage(size, coverage(chosen_by, vocabulary), coverage(judges, vocabulary), int(judges.sum()), curve[size],
+                    curve, rare)

@@ -5,7 +5,6 @@ from eagle3nb.corpus.survey import Survey
 
 SHADES = {"red": "#d0312d", "amber": "#f0a500", "info": "#9ecae9", "": "#f2f2f2"}
 INK = {"red": "white", "amber": "black", "info": "black", "": "#999999"}
-OF_THE_RUN = ("draft", "machine")  # themes whose findings belong to no dataset
 
 
 def draw(ax, found: Survey, listed: list[Finding], theme: str) -> str:

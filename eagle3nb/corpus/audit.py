@@ -117,14 +117,17 @@ def _empty(source: SourceSurvey) -> list[Finding]:
 
 
 def _rows(source: SourceSurvey) -> list[Finding]:
-    """Rules on single rows: red from a share of the source on, info below one row in a thousand."""
+    """Rules on single rows: red from a share of the source on, info below one row in a thousand.
+
+    What the sample shows stands for the whole source: its share is that of the rows looked at.
+    """
     listed, lines = [], source.records + source.tally.faults
     for rule, (_, what, remedy, red_from) in ROWS.items():
-        count, share = source.hits.counts[rule], source.hits.counts[rule] / max(lines, 1)
+        count, sampled = source.hits.counts[rule], source.sampled[rule]
         if not count:
             continue
+        share = (count - sampled) / max(lines, 1) + sampled / max(source.looked_at, 1)
         severity = "red" if red_from is not None and share >= red_from else "amber" if share >= FEW else "info"
-        sampled = source.sampled[rule]
         seen = f" ({sampled:,} of them among the {source.looked_at:,} whose text was looked at)" if sampled else ""
         listed.append(Finding(rule, severity, source.name, count, f"{count:,} of {lines:,} {what}{seen}", remedy,
                               source.examples[rule]))
@@ -252,7 +255,7 @@ def summary(listed: list[Finding]) -> str:
 
 def rows(listed: list[Finding]) -> list[dict]:
     """The findings as rows of a table."""
-    return [{"severity": f.severity, "rule": f.rule, "source": f.source or "machine", "count": f.count,
+    return [{"severity": f.severity, "rule": f.rule, "source": f.source or "the run", "count": f.count,
              "what": f.message, "example": example(f), "remedy": f.remedy} for f in listed]
 
 

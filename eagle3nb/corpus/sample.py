@@ -83,5 +83,17 @@ def _wanted(path, number: int, file: int, lines: np.ndarray, offsets: np.ndarray
         return
     for line, offset in zip(lines.tolist(), offsets.tolist(), strict=True):
         batch: Batch
-        for batch in batches(Chunk(number, file, path, offset, offset + 1), **options):
+        for batch in batches(Chunk(number, file, path, _line_begin(path, offset), offset + 1), **options):
             yield batch, line
+
+
+def _line_begin(path, offset: int) -> int:
+    """Where the line begins whose first character that is no blank stands at `offset`."""
+    back = 64
+    with open(path, "rb") as handle:
+        while True:
+            handle.seek(max(0, offset - back))
+            before = handle.read(min(back, offset))
+            if b"\n" in before or len(before) == offset:
+                return offset - len(before) + before.rfind(b"\n") + 1
+            back *= 16

@@ -25,6 +25,7 @@ from eagle3nb.errors import UserError
 
 SHORT = 8  # tokens: hardly a question and an answer
 FULL = 0.9  # of the window: a prompt that takes so much leaves an answer no room
+DETAIL = 300  # characters that a record holds on one example
 HELD_OUT = 0.05  # of the contents, by hash: their tokens are counted apart, to judge a draft vocabulary by
 
 
@@ -96,7 +97,7 @@ class SourceSurvey:
 
     def example(self, rule: str, file: str, line: int, at: int | None, detail: str) -> None:
         if len(self.examples[rule]) < EXAMPLES:
-            self.examples[rule].append({"file": file, "line": line, "at": at, "detail": detail})
+            self.examples[rule].append({"file": file, "line": line, "at": at, "detail": _printable(detail)})
 
     def note_sampled(self, rule: str, file: str, line: int, detail: str) -> None:
         """A fault that a row of the sample has in its text."""
@@ -136,6 +137,12 @@ class SourceSurvey:
     def lost(self, length: int) -> float:
         """Share of the supervised tokens that a cut at `length` loses."""
         return 1 - self.kept[length] / self.supervised_tokens if self.supervised_tokens else 0.0
+
+
+def _printable(detail: str) -> str:
+    """What is wrong, of bounded length; a row's own keys and words may be in it, with whatever they hold."""
+    safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in detail[:DETAIL])
+    return safe if len(safe) <= DETAIL and len(detail) <= DETAIL else safe[:DETAIL - 1] + "…"
 
 
 @dataclass(frozen=True)

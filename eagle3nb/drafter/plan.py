@@ -8,15 +8,24 @@ tensor against the allocations of a real step; on a GPU, whose norms keep less, 
 """
 
 import math
+import time
 from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import torch
 
 from eagle3nb.drafter.attention import BLOCK
 from eagle3nb.drafter.export import engine_config, expected_shapes
 from eagle3nb.drafter.fitting import SLOTS
+from eagle3nb.drafter.initialise import random_weights
 from eagle3nb.drafter.loss import CHUNK
-from eagle3nb.drafter.model import DraftConfig
+from eagle3nb.drafter.model import DraftConfig, DraftModel
+from eagle3nb.drafter.packing import Pack, make_pack
+from eagle3nb.drafter.train import make_optimizer
+from eagle3nb.drafter.ttt import loss_scales, pack_loss
 from eagle3nb.errors import UserError
-from eagle3nb.states.plan import RUNTIME
+from eagle3nb.states.plan import RUNTIME, machine_memory
 from eagle3nb.states.target import BYTES
 
 PEAKS = ("start", "step", "save")
@@ -139,3 +148,56 @@ def regression(c: DraftConfig, shape: Shape) -> tuple[int, str]:
         return 0, "none"
     return (max(4 * n * columns, 4 * n * held + 40 * sides ** 2),
             f"4 {what}, or with the normal equations 40 × {sides:,}²; n {n:,}")
+
+
+# ---------------------------------------------------------------------------------------------------- time
+
+
+def probe_rate(config: DraftConfig, shape: Shape, *, row_tokens: int = 512, seconds: float = 4.0) -> dict:
+    """Measured here: {"tokens_per_s", "tokens", "seconds"} of training steps over packs of random states.
+
+    Documents of `row_tokens` (the corpus's mean length), the last `supervised` share of each counted, every token in D.
+    One step warms up; then at least one, and until `seconds` are over. UserError where the memory is not there.
+    """
+    needed, here = training_memory(config, shape)["total"], machine_memory()
+    if needed > here:
+        raise UserError(f"training takes {needed / 1e9:,.1f} GB, this machine has {here / 1e9:,.1f}; state a rate "
+                        "instead of probing it")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    embedding = torch.zeros(config.vocab, config.hidden, dtype=torch.bfloat16)
+    model = DraftModel(config, embedding, torch.arange(config.draft_vocab))
+    random_weights(model, 0)
+    model.to(device).lm_head.weight.requires_grad_(not shape.freeze_head)
+    head = model.lm_head.weight.detach().clone()
+    pack = random_pack(config, shape, row_tokens).to(device)
+    optimizer = make_optimizer(model, SimpleNamespace(weight_decay=0.0, learning_rate=1e-6))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for scales in loss_scales([pack] * shape.accumulate, 0.8, "slot"):
+            pack_loss(model, pack, head, scales)[0].backward()
+        float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # and the device has finished
+        optimizer.step()
+
+    step()
+    started, done = time.perf_counter(), 0
+    while not done or time.perf_counter() - started < seconds:
+        step()
+        done += len(pack.ids) * shape.accumulate
+    spent = time.perf_counter() - started
+    return {"tokens_per_s": done / spent, "tokens": done, "seconds": spent}
+
+
+def random_pack(config: DraftConfig, shape: Shape, row_tokens: int) -> Pack:
+    """`pack_tokens` tokens in documents of `row_tokens`, random float32 states of unit scale."""
+    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    length, rows = max(2, min(row_tokens, shape.pack_tokens)), []
+    mask = (np.arange(length) >= (1 - shape.supervised) * length).astype(np.uint8)
+    positions = np.flatnonzero(mask[:-1] & mask[1:])
+    for _ in range(max(1, shape.pack_tokens // length)):
+        rows.append(SimpleNamespace(
+            ids=rng.integers(0, config.draft_vocab, length), mask=mask, last_positions=positions,
+            aux=torch.randn(length, 3 * config.hidden, generator=generator),
+            last=torch.randn(len(positions), config.hidden, generator=generator),
+            teacher_argmax=rng.integers(0, config.draft_vocab, len(positions))))
+    return make_pack(rows, np.arange(config.vocab) < config.draft_vocab, shape.ttt_steps)

@@ -76,6 +76,6 @@ def weights_bytes(folder: str | Path, dtype: str) -> tuple[int, str]:
     experts = counts["routed experts"]
     rest = counts["total"] - experts
     if expert == size or not experts:
-        return round(size * counts["total"]), f"{counts['total'] / 1e9:,.2f} B parameters × {size:g} bytes"
+        return round(size * counts["total"]), f"{counts['total'] / 1e6:,.0f} M parameters × {size:g} bytes"
     return (round(expert * experts + size * rest),
             f"{experts / 1e9:,.1f} B in routed experts × {expert:g} + {rest / 1e9:,.2f} B × {size:g} bytes")

@@ -70,12 +70,13 @@ def hours(tokens: float, tokens_per_s: float, gpus: int = 1) -> dict:
 
 
 def extraction_memory(folder: str | Path, *, batch_tokens: int, shard_tokens: int, states_dtype: str,
-                      weights_dtype: str = "bf16", longest: int = 0) -> dict:
+                      weights_dtype: str = "bf16", longest: int = 0, device: str = "cpu") -> dict:
     """Peak memory of the extraction: {"parts": [{"part", "where", "bytes", "formula"}], "device", "host", "total"}.
 
     T: tokens of one forward, `batch_tokens` or the longest row; h hidden, m the widest MLP of a token, both in the
     weights' compute dtype; C: a chunk of the teacher's logits. The forward and the teacher follow one another, so the
-    larger counts; the states of the batch before are still held. Where the target runs on a CPU, all is host memory.
+    larger counts; the states of the batch before are still held. device "cuda": weights and batch lie on the GPUs
+    ("device"), of all of them together; "cpu": everything is host memory. engine=transformers computes in fp32.
     """
     from eagle3nb.states.extract import LOGITS_BYTES  # here, since that module imports this one
 
@@ -96,12 +97,8 @@ def extraction_memory(folder: str | Path, *, batch_tokens: int, shard_tokens: in
          f"T {T:,}, h {h:,}, m {m:,}, C {logits / 1e6:,.0f} MB"),
         ("shards", "host", 2 * shard, f"2 × {shard_tokens:,} tokens in {states_dtype}, every one a teacher's"),
         ("process", "host", RUNTIME + SLACK, "Python, torch and Transformers as measured, and what malloc keeps")]
-    return summed(parts)
-
-
-def summed(parts: list[tuple[str, str, int, str]]) -> dict:
-    """(part, where, bytes, formula) … → the plan with its sums."""
-    rows = [dict(zip(("part", "where", "bytes", "formula"), part, strict=True)) for part in parts]
+    rows = [{"part": name, "where": where if device != "cpu" else "host", "bytes": size, "formula": formula}
+            for name, where, size, formula in parts]
     sums = {place: sum(row["bytes"] for row in rows if row["where"] == place) for place in ("device", "host")}
     return {"parts": rows, **sums, "total": sum(sums.values())}
 

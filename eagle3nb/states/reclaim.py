@@ -83,6 +83,15 @@ def table(listed: list[Reclaim]) -> list[dict]:
              "GB": item.bytes / 1e9} for item in listed]
 
 
+def sentence(report: list[dict]) -> str:
+    """What came of it, for the record; `report` as from Reclaiming.report or finish."""
+    if not report:
+        return "nothing to reclaim"
+    freed, held = (sum(line[name] for line in report) / 1e9 for name in ("freed", "bytes"))
+    each = [f"{line['path']} {line['state']}" + (f" ({line['error']})" if line["error"] else "") for line in report]
+    return f"{freed:,.2f} of {held:,.2f} GB freed: {', '.join(each)}"
+
+
 def refuse(path: Path, what: str, remedy: str):
     raise UserError(f"reclaim: {shown(path)} {what}; {remedy}")
 

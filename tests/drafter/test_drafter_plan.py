@@ -153,3 +153,18 @@ def test_the_kimi_plan_fits_where_it_ran():
     assert on_gpu(32_000, 8192) < 80e9 < on_gpu(163_840, 16_384)
     config = DraftConfig.from_target(facts, 32_000, intermediate=12288)
     assert plan.regression(config, Shape(8192, 4))[0] > 40 * 7168 ** 2
+
+
+def test_probed_rate(monkeypatch):
+    o = peak.SHAPE | SMALL
+    found = plan.probe_rate(config_of(o), shape_of(o), row_tokens=128, seconds=0.2)
+    assert found["tokens"] % 512 == 0 and found["seconds"] >= 0.2
+    assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["seconds"])
+    pack = plan.random_pack(config_of(o), shape_of(o), 128)
+    assert [len(at) for at in pack.slots] == [4 * (76 - 1 - k) for k in range(3)]  # 76 of 128 are generated
+    assert all(mask.all() for mask in pack.bearing)
+    once = plan.probe_rate(config_of(o), Shape(64, 2, 3, supervised=1.0), row_tokens=4096, seconds=0)
+    assert once["tokens"] == 3 * 64
+    monkeypatch.setattr(plan, "machine_memory", lambda: 10 ** 6)
+    with pytest.raises(UserError, match="state a rate"):
+        plan.probe_rate(config_of(o), shape_of(o))

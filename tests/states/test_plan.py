@@ -97,7 +97,11 @@ def test_a_config_without_sizes(tmp_path):
 
 def test_sums_and_growth(tiny_target):
     base = {"batch_tokens": 1024, "shard_tokens": 4096, "states_dtype": "bf16", "weights_dtype": "fp32"}
+    here = extraction_memory(tiny_target, **base)
+    assert here["device"] == 0 and {row["where"] for row in here["parts"]} == {"host"}
+    base["device"] = "cuda"
     found = extraction_memory(tiny_target, **base)
+    assert found["total"] == here["total"] and found["device"] > 0
     for where in ("device", "host"):
         assert found[where] == sum(row["bytes"] for row in found["parts"] if row["where"] == where)
     assert found["total"] == found["device"] + found["host"] and all(row["formula"] for row in found["parts"])

@@ -81,6 +81,7 @@ def test_a_store_goes_by_its_path_and_nothing_beside_it(vol):
     assert table(listed)[0]["GB"] == sum(sizes(old)) / 1e9 and old.exists()
     before = tree(vol / "data"), tree(vol / "work/corpus")
     [line] = run(listed, vol)
+    assert reclaim.sentence([line]) == "0.00 of 0.00 GB freed: …/vol/old freed"
     assert line["state"] == "freed" and line["freed"] == line["bytes"] == listed[0].bytes and line["error"] == ""
     assert not os.path.isabs(line["path"]) and str(vol) not in json.dumps(line)
     assert sorted(p.name for p in vol.iterdir()) == ["data", "old2", "work"] and beside.exists()
@@ -273,6 +274,7 @@ def test_what_is_swapped_in_after_the_check_stays(vol, swap):
     before = tree(vol / "victims"), tree(old)
     [line] = run(listed, vol)
     assert line["state"] == "failed" and line["error"] and line["freed"] == 0
+    assert reclaim.sentence([line]).endswith(f"failed ({line['error']})")
     assert (tree(vol / "victims"), tree(old)) == before
     assert not list(vol.rglob("*.reclaiming"))
 

@@ -44,7 +44,7 @@ def draft_findings(compared: list[dict], whose: str) -> list[Finding]:
 
     Red: a drafter with another RoPE trains well and is refused by every verify. Too few positions are amber.
     """
-    return [Finding("draft_config", "amber" if "position" in difference["key"] else "red", "", 1,
+    return [Finding("draft_config", "amber" if difference["key"] == "max_position_embeddings" else "red", "", 1,
                     f"{whose}: {difference['key']} is {difference['draft']}, the target has {difference['target']}",
                     difference["why"]) for difference in compared if difference["verdict"] == "differs"]
 

@@ -56,7 +56,8 @@ def run(name, **overrides):
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
             if "parameters" in cell["metadata"].get("tags", []):
-                names |= {"run": "t", "target": "target", "data_root": "data", "max_seq_len": 128, **overrides}
+                names |= {"run": "t", "target": "target", "data_root": "data", "max_seq_len": 128,
+                          "benchmarks": [], **overrides}
     return names
 
 
@@ -66,7 +67,7 @@ def test_audit_then_merge(project, capsys):
     found = read_json("outputs/t/work/audit/findings.json")
     assert audit["status"] == "ok" and {f["severity"] for f in found["findings"]} == {"info"}
     assert {(f["rule"], f["source"]) for f in found["findings"]} == {
-        ("disproportionate", "A1_long"), ("truncation_loss", "A1_long")}
+        ("disproportionate", "A1_long"), ("truncation_loss", "A1_long"), ("vocab_coverage", "")}
     assert [source["source"] for source in found["sources"]] == ["A1_long", "A2_chat", "B1_code"]
     names = run("2_merge")
     merge = read_json("outputs/t/2_merge.json")
@@ -77,8 +78,10 @@ def test_audit_then_merge(project, capsys):
     assert plan["forecast"]["tokens"] == names["corpus"].tokens and plan["layers"] == [2, 4, 5]
     h, size = 32, 128  # fc, q k v, o, the MLP, four norms, the head
     trainable = 3 * h * h + 2 * h * (32 + 16 + 16) + 32 * h + 3 * h * 64 + 4 * h + size * h
-    assert plan["draft"] == {"draft_vocab_size": size, "trainable": trainable, "frozen": 512 * h, "head_rows": (
-        3 * plan["forecast"]["teacher_positions"]), "training_bytes": 16 * trainable + 4 * 512 * h}
+    assert plan["draft"] == {"draft_vocab_size": size, "trainable": trainable, "frozen": 512 * h, "head": size * h,
+                             "head_rows": 3 * plan["forecast"]["teacher_positions"],
+                             "training_bytes": plan["memory"]["training"]["total"]}
+    assert plan["draft"]["training_bytes"] > 16 * trainable + 2 * 512 * h
 
 
 @pytest.mark.parametrize(("line", "words"), [

@@ -55,7 +55,7 @@ def parameters(config: DraftConfig) -> dict:
     return {"trainable": trainable, "head": config.draft_vocab * config.hidden, "frozen": config.vocab * config.hidden}
 
 
-def training_memory(config: DraftConfig, shape: Shape, *, device: str = "cpu") -> dict:
+def training_memory(config: DraftConfig, shape: Shape, *, device: str = "cuda") -> dict:
     """{"parts": [{"part", "where", "start", "step", "save", "formula"}], "device", "host", "total"}, in bytes.
 
     Sums are of the largest peak. device "cuda": weights and activations on each GPU ("device"), the regression and the
@@ -159,7 +159,7 @@ def probe_rate(config: DraftConfig, shape: Shape, *, row_tokens: int = 512, seco
     Documents of `row_tokens` (the corpus's mean length), the last `supervised` share of each counted, every token in D.
     One step warms up; then at least one, and until `seconds` are over. UserError where the memory is not there.
     """
-    needed, here = training_memory(config, shape)["total"], machine_memory()
+    needed, here = training_memory(config, shape, device="cpu")["total"], machine_memory()
     if needed > here:
         raise UserError(f"training takes {needed / 1e9:,.1f} GB, this machine has {here / 1e9:,.1f}; state a rate "
                         "instead of probing it")

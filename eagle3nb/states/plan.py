@@ -70,7 +70,7 @@ def hours(tokens: float, tokens_per_s: float, gpus: int = 1) -> dict:
 
 
 def extraction_memory(folder: str | Path, *, batch_tokens: int, shard_tokens: int, states_dtype: str,
-                      weights_dtype: str = "bf16", longest: int = 0, device: str = "cpu") -> dict:
+                      weights_dtype: str = "bf16", longest: int = 0, device: str = "cuda") -> dict:
     """Peak memory of the extraction: {"parts": [{"part", "where", "bytes", "formula"}], "device", "host", "total"}.
 
     T: tokens of one forward, `batch_tokens` or the longest row; h hidden, m the widest MLP of a token, both in the
@@ -127,6 +127,8 @@ def memory_needs(extraction: dict, training: dict, *, device_memory_gb: float = 
         here = machine_memory()
         return [need(name, "this machine's memory", plan["total"], here)
                 for name, plan in (("extraction", extraction), ("training", training))]
+    if not extraction["device"] or not training["device"]:
+        raise ValueError("plans made for a CPU say nothing about a GPU: make them with device='cuda'")
     size = round(device_memory_gb * 1e9)
     one = f"GPU of {device_memory_gb:g} GB"
     return [need("extraction", f"{extraction_gpus} × a {one}", extraction["device"], extraction_gpus * size),

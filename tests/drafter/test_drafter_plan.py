@@ -104,7 +104,7 @@ def test_a_real_trainings_peak(changes):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = training_memory(config_of(o), shape_of(o) if o["initialise"] == "head" else
                            Shape(o["T"], o["K"], 1, o["document"], o["supervised"], o["initialise"],
-                                 teacher_positions=rows_of(o)))["parts"]
+                                 teacher_positions=rows_of(o)), device="cpu")["parts"]
     standing = 2 * RUNTIME + next(row["step"] for row in rows if row["part"] == "embedding")
     foretold = max(sum(row[moment] for row in rows) for moment in PEAKS) - standing
     assert max(json.loads(done.stdout).values()) == pytest.approx(foretold, rel=0.25)

@@ -97,9 +97,8 @@ def test_a_config_without_sizes(tmp_path):
 
 def test_sums_and_growth(tiny_target):
     base = {"batch_tokens": 1024, "shard_tokens": 4096, "states_dtype": "bf16", "weights_dtype": "fp32"}
-    here = extraction_memory(tiny_target, **base)
+    here = extraction_memory(tiny_target, **base, device="cpu")
     assert here["device"] == 0 and {row["where"] for row in here["parts"]} == {"host"}
-    base["device"] = "cuda"
     found = extraction_memory(tiny_target, **base)
     assert found["total"] == here["total"] and found["device"] > 0
     for where in ("device", "host"):
@@ -153,6 +152,8 @@ def test_needs():
         ("training", 70e9, 80e9, False), ("training", 40e9, None, False)]
     rows = memory_needs(extraction, training, device_memory_gb=64, extraction_gpus=8)
     assert [r["short"] for r in rows] == [True, False, True, False]
+    with pytest.raises(ValueError, match="CPU"):
+        memory_needs(extraction | {"device": 0}, training, device_memory_gb=80)
     here = memory_needs(extraction, training)
     assert [(r["needed"], r["short"]) for r in here] == [(620e9, plan.machine_memory() < 620e9), (9e9, False)]
     assert "needed (GB)" in plan.in_gb(here)[0] and plan.in_gb(rows)[1]["available (GB)"] is None

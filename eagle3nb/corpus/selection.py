@@ -95,7 +95,7 @@ def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
 
     if rows.overlaps is not None:
         remove(OVERLAP, rows.overlaps >= 0)
-    rank = _rank(high, low, rows.raw_hash, stays)  # place among the rows with the same ids, by content
+    rank = _rank(high, low, rows.raw_hash)
     if mix.dedup != "none":
         remove(DUPLICATE, rank > 0)
     if mix.dedup == "near" and len(rows):
@@ -129,10 +129,9 @@ def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
     return Selection(listed[order], copy[order], int(held.sum()), removed)
 
 
-def _rank(high, low, raw_hash, stays) -> np.ndarray:
-    """int64[R]: 0 for the first of the rows with the same ids, 1 for the second, by their lines' content; those that do
-    not stay come last."""
-    grouped = np.lexsort((raw_hash, ~stays, low, high))
+def _rank(high, low, raw_hash) -> np.ndarray:
+    """int64[R]: 0 for the first of the rows with the same ids, 1 for the second, by their lines' content."""
+    grouped = np.lexsort((raw_hash, low, high))
     fresh = np.ones(len(high), bool)
     fresh[1:] = (high[grouped][1:] != high[grouped][:-1]) | (low[grouped][1:] != low[grouped][:-1])
     first = np.maximum.accumulate(np.where(fresh, np.arange(len(high)), 0))

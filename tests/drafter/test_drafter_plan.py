@@ -129,11 +129,11 @@ def test_sums_and_places():
 def test_memory_grows_with_what_it_should(monkeypatch):
     config = config_of(peak.SHAPE)
     base = Shape(1024, 3, supervised=0.5, initialise="head")
-    least = training_memory(config, base)["total"]
+    least = training_memory(config, base, device="cpu")["total"]
     for more in ({"pack_tokens": 2048}, {"ttt_steps": 5}, {"supervised": 0.9}, {"accumulate": 4}, {"longest": 4096},
                  {"initialise": "fitted"}):
-        assert training_memory(config, replace(base, **more))["total"] > least
-    assert training_memory(config, replace(base, freeze_head=True))["total"] < least
+        assert training_memory(config, replace(base, **more), device="cpu")["total"] > least
+    assert training_memory(config, replace(base, freeze_head=True), device="cpu")["total"] < least
 
 
 @pytest.mark.parametrize("wrong", [{"pack_tokens": 0}, {"ttt_steps": 0}, {"supervised": 1.5}, {"accumulate": 0}])

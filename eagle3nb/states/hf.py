@@ -11,7 +11,7 @@ side; last [T, h] = after the final norm (probed, not assumed: see probe.py).
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from transformers.utils import logging
 
 from eagle3nb.errors import UserError
@@ -82,13 +82,16 @@ class TransformersTarget:
 
 
 def load(folder: Path, dtype: torch.dtype):
-    """The causal language model in `dtype`; one line when Transformers cannot."""
+    """The checkpoint's language model in `dtype`; one line when Transformers cannot."""
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # "Loading weights" would be one output a refresh in a record
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=generation.ATTENTION,
-                                                    local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        kind = model_class(folder)
+        # Attention sinks (gpt-oss) are in no SDPA kernel: such a model says so, and runs in plain attention.
+        attention = generation.ATTENTION if kind._supports_sdpa else "eager"
+        return kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention, local_files_only=True,
+                                    trust_remote_code=False)
+    except (ImportError, OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"Transformers cannot load the target {shown(folder)}: {first}") from error
     finally:
@@ -96,11 +99,25 @@ def load(folder: Path, dtype: torch.dtype):
             logging.enable_progress_bar()
 
 
+def model_class(folder: Path):
+    """Transformers' class for the checkpoint: a multimodal wrapper as a whole, since its weights are spelt for that.
+
+    Raises ValueError for a model that Transformers has not; code that came with a checkpoint is never run.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    for kind in kinds if config.get_text_config() is config else reversed(kinds):
+        if type(config) in kind._model_mapping:
+            return kind._model_mapping[type(config)]
+    raise ValueError(f"{type(config).__name__} has no language model class; use engine=sglang")
+
+
 def text_backbone(model):
-    """The module that holds `.layers` and `.norm`: the model's body, through a multimodal wrapper if there is one."""
+    """The module that holds `.layers` and `.norm`: the model's body, through the wrappers around it."""
     body = model.get_decoder()
-    body = getattr(body, "language_model", body)
-    if not hasattr(body, "layers") or not hasattr(body, "norm"):
+    while body is not None and not (hasattr(body, "layers") and hasattr(body, "norm")):
+        body = getattr(body, "language_model", None) or getattr(body, "model", None)
+    if body is None:
         raise UserError(f"{type(model).__name__} has no plain stack of layers with a final norm; its states "
                         "cannot be captured by engine=transformers")
     return body

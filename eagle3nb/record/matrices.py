@@ -1,4 +1,4 @@
-"""Findings as a picture: datasets down, rules across, a cell for each count, coloured by severity and told in figures."""
+"""Findings as a picture: datasets down, rules across, a cell a count, coloured by severity and told in figures."""
 
 from eagle3nb.corpus.audit import RULES, THEME, Finding
 from eagle3nb.corpus.survey import Survey
@@ -19,7 +19,8 @@ def draw(ax, found: Survey, listed: list[Finding], theme: str) -> str:
             mark = {"red": "✖ ", "amber": "▲ "}.get(severity, "")
             ax.text(x, y, mark + text, ha="center", va="center", color=INK[severity], fontsize=8)
     ax.set_xticks(range(len(rules)), [rule.replace("_", "\n") for rule in rules], fontsize=8)
-    ax.set_yticks(range(len(found.sources)), [source.name + " (excluded)" * source.excluded for source in found.sources])
+    names = [source.name + " (excluded)" * source.excluded for source in found.sources]
+    ax.set_yticks(range(len(names)), names)
     ax.set_xlim(-0.5, len(rules) - 0.5)
     ax.set_ylim(len(found.sources) - 0.5, -0.5)
     ax.grid(False)

@@ -3,7 +3,8 @@
 A finished row leaves the batch at once and a waiting prompt takes its place, so every step reads the weights for a
 full batch: on a CPU that read is most of a step. Two more costs of the usual path are avoided: the KV cache is written
 in place (growing it copies all of it each step), and grouped-query attention reads each key once (repeating them for
-every query head copies the cache three times over for SmolLM2).
+every query head copies the cache three times over for SmolLM2). A model with windows or recurrent layers is decoded
+prompt by prompt on Transformers' own cache instead.
 
 Each prompt samples from its own generator, seeded by the seed and the prompt's ids, so its text does not depend on
 which prompts share its batch (up to floating-point ties).
@@ -122,6 +123,13 @@ def generate(target, prompts, *, max_new_tokens: int, temperature: float, top_p:
             elif token in stops or len(row.new) == max_new_tokens:
                 row.left = beyond
 
+    if not batched(target):
+        for row in waiting:
+            alone(target, row, take)
+            answers[row.index] = row.new
+            if done:
+                done(row.index, row.new)
+        return answers
     while waiting or active:
         free = slots - len(active)
         if waiting and (free >= max(1, slots // 8) or not active):
@@ -149,9 +157,23 @@ def check(target, prompts, room: int) -> None:
         if len(prompt) + room > limit:
             raise UserError(f"prompt {index} has {len(prompt)} tokens; with {room} new ones it passes the target's "
                             f"{limit} positions; shorten it or lower max_new_tokens")
-    if "sliding_attention" in (getattr(target.body.config, "layer_types", None) or ()):
-        raise UserError(f"{target.facts.architecture} has sliding-window layers, with which engine=transformers cannot "
-                        "generate; use engine=sglang")
+
+
+def batched(target) -> bool:
+    """Do the masks below say all that a layer may look at? Windows, chunks and recurrent layers need their own."""
+    config = target.body.config
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    plain = set(kinds) == {"full_attention"} if kinds else not window or window >= target.facts.max_positions
+    return plain and config._attn_implementation == ATTENTION
+
+
+def alone(target, row: Row, take) -> None:
+    """Decode one prompt on Transformers' own cache, which knows every kind of layer: slow, right for any model."""
+    ids, cache = row.prompt, None
+    while row.left:
+        _, last, cache = target.forward(torch.tensor([ids]), cache)
+        take([row], last[-1:])
+        ids = row.new[-1:]
 
 
 def own_random(seed: int, prompt) -> np.random.Generator:

@@ -27,8 +27,8 @@ from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, read_json, resolve, shown, write_json
 from eagle3nb.states.deletion import FOLDER, MANIFEST, SUFFIX, line_of, measure, renamed
 
-SCHEMA = 1  # the newest store that is known; as store.SCHEMA, OWN as store.OWN (that module loads torch)
-OWN = re.compile(r"(shard-\d{7,}-\d{7,}\.safetensors|head\.safetensors|manifest\.json)(\.\d+\.partial)?")
+SCHEMA = 2  # the newest store that is known; as store.SCHEMA, OWN as store.OWN (which loads torch)
+OWN = re.compile(r"(shard-\d{7,}-\d{7,}\.safetensors|head\.safetensors|manifest\.json)(\.\d+\.partial|\.claim)?")
 LOCK = ".lock"  # of the extraction that writes a store
 UNITS = {"b": 1} | {f"{prefix}{unit}": base ** power for base, unit in ((1000, "b"), (1024, "ib"))
                     for power, prefix in enumerate("kmgtp", 1)}

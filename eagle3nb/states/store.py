@@ -15,8 +15,6 @@ moment leaves finished shards and files that the next one knows to be nobody's. 
 `shard_tokens` alone. Reading maps the files: a row is a view, and any number of processes share the pages.
 """
 
-import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +22,24 @@ import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from eagle3nb.errors import UserError
-from eagle3nb.files import read_json, shown, sync_folder, write_json, xxh3_file
-
-SCHEMA = 1
-MANIFEST, HEAD = "manifest.json", "head.safetensors"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-OWN = re.compile(r"(shard-\d{7,}-\d{7,}\.safetensors|head\.safetensors|manifest\.json)(\.\d+\.partial)?")
+from eagle3nb.files import shown, xxh3_file
+from eagle3nb.states.manifest import (  # noqa: F401 (names that others know as this module's)
+    DTYPES,
+    HEAD,
+    MANIFEST,
+    OWN,
+    SCHEMA,
+    check_files,
+    dtype_of,
+    files_of,
+    read_manifest,
+    rows_of,
+    shard_name,
+    shard_ranges,
+)
+from eagle3nb.states.writing import ShardWriter, open_writer  # noqa: F401 (as above)
 
 
 @dataclass(frozen=True)
@@ -47,151 +54,6 @@ class StoredRow:
     last_positions: np.ndarray  # int32 [S], inside the row
     teacher_argmax: np.ndarray  # int32 [S]
     teacher_lse: np.ndarray  # float32 [S]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise UserError(f"states_dtype {name!r} cannot be written; choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def shard_name(first: int, last: int) -> str:
-    return f"shard-{first:07d}-{last:07d}.safetensors"
-
-
-def shard_ranges(lengths, shard_tokens: int) -> list[tuple[int, int]]:
-    """Rows (first, last) of every shard: as many as fit `shard_tokens`; a longer row has a shard of its own."""
-    ranges, first, tokens = [], 0, 0
-    for row, length in enumerate(map(int, lengths)):
-        if row > first and tokens + length > shard_tokens:
-            ranges.append((first, row - 1))
-            first, tokens = row, 0
-        tokens += length
-    return [*ranges, (first, len(lengths) - 1)] if len(lengths) else []
-
-
-# ---------------------------------------------------------------------------------------------------- writing
-
-
-class ShardWriter:
-    """A store that is being written. `done`: the ranges whose shards stand."""
-
-    def __init__(self, folder: Path, manifest: dict):
-        self.folder, self.manifest = folder, manifest
-
-    @property
-    def done(self) -> set[tuple[int, int]]:
-        return {(shard["first"], shard["last"]) for shard in self.manifest["shards"]}
-
-    def write_head(self, tensors: dict) -> None:
-        """embedding, final_norm and, where it is not tied, lm_head: as the checkpoint has them."""
-        self.manifest["head"] = self.put(HEAD, tensors)
-        self.save()
-
-    def write(self, first: int, last: int, tensors: dict) -> dict:
-        """Finish one shard; its entry is returned."""
-        entry = {"first": first, "last": last, "rows": len(tensors["rows"]), "tokens": len(tensors["input_ids"]),
-                 "teacher": len(tensors["last_positions"])} | self.put(shard_name(first, last), tensors)
-        self.manifest["shards"] = sorted([*self.manifest["shards"], entry], key=lambda shard: shard["first"])
-        self.save()
-        return entry
-
-    def put(self, name: str, tensors: dict) -> dict:
-        """Write one safetensors file whole or not at all. A full disk is a UserError; what was finished stays."""
-        path = self.folder / name
-        partial = path.with_name(f"{name}.{os.getpid()}.partial")
-        try:
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial)
-            partial.chmod(0o644)
-            with open(partial, "rb+") as handle:
-                os.fsync(handle.fileno())
-            entry = {"file": name, "bytes": partial.stat().st_size, "xxh3": xxh3_file(partial)}
-            os.replace(partial, path)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot write {shown(path)}: {reason}; free space and run the stage again (what is "
-                            "finished is kept)") from error
-        sync_folder(self.folder)
-        return entry
-
-    def save(self) -> None:
-        write_json(self.folder / MANIFEST, self.manifest)
-
-
-def open_writer(folder: str | Path, fingerprint: dict, sizes: dict) -> ShardWriter:
-    """Begin a store, or go on with the one that stands if it is the same by fingerprint. The caller holds the lock.
-
-    sizes: {"hidden", "vocab", "rows", "tokens"}. Files of ours that no manifest knows (a process was killed) are
-    removed; a shard whose file is gone, cut short or not what was written (its checksum is read: the store once, at the
-    disk's speed) is forgotten, so it is made again.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = {"schema": SCHEMA, "fingerprint": fingerprint, **sizes, "head": None, "shards": []}
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
-        same_store(folder, manifest["fingerprint"], fingerprint)
-        manifest["shards"] = [entry for entry in manifest["shards"] if same(folder, entry)]
-        manifest["head"] = manifest["head"] if manifest["head"] and same(folder, manifest["head"]) else None
-    known = {MANIFEST, *(shard["file"] for shard in manifest["shards"])} | ({HEAD} if manifest["head"] else set())
-    for file in folder.iterdir():
-        if OWN.fullmatch(file.name) and file.name not in known:
-            file.unlink()
-    writer = ShardWriter(folder, manifest)
-    writer.save()
-    return writer
-
-
-def same_store(folder: Path, standing: dict, wanted: dict) -> None:
-    """Raises UserError naming what differs between the store that stands and the one that is wanted."""
-    different = [key for key in {**wanted, **standing} if standing.get(key) != wanted.get(key)]
-    if different:
-        names = ", ".join(f"{key} ({brief(standing.get(key))} there, {brief(wanted.get(key))} wanted)"
-                          for key in different)
-        raise UserError(f"{shown(folder)} holds states of another {names}; delete it or choose another work_dir")
-
-
-def brief(value) -> str:
-    text = str(value)
-    return text[:8] if re.fullmatch(r"[0-9a-f]{16,}", text) else text
-
-
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-def read_manifest(folder: Path) -> dict:
-    manifest = read_json(folder / MANIFEST)
-    if manifest.get("schema") != SCHEMA:
-        raise UserError(f"{shown(folder)} has schema {manifest.get('schema')}, this version reads {SCHEMA}; delete it "
-                        "and run the extraction again")
-    return manifest
-
-
-def files_of(manifest: dict) -> list[dict]:
-    return [*manifest["shards"], *([manifest["head"]] if manifest["head"] else [])]
-
-
-def check_files(folder: Path, manifest: dict) -> None:
-    """Every file of the manifest stands there with its size: a stat each."""
-    for entry in files_of(manifest):
-        if not whole(folder, entry):
-            raise UserError(f"{shown(folder / entry['file'])}{rows_of(entry)} is missing or cut short; run the "
-                            "extraction again, which makes it anew")
-
-
-def whole(folder: Path, entry: dict) -> bool:
-    path = folder / entry["file"]
-    return path.is_file() and path.stat().st_size == entry["bytes"]
-
-
-def same(folder: Path, entry: dict) -> bool:
-    """The file has the size and the checksum that the manifest tells."""
-    return whole(folder, entry) and xxh3_file(folder / entry["file"]) == entry["xxh3"]
-
-
-def rows_of(entry: dict) -> str:
-    return f" (rows {entry['first']} to {entry['last']})" if "first" in entry else ""
 
 
 class Store:

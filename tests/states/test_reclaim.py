@@ -121,7 +121,7 @@ def test_an_equals_sign_in_a_name(vol):
 
 
 @pytest.mark.parametrize("manifest", [
-    "", "[]", "{", '{"schema": 1}', '{"schema": 2, "shards": [], "fingerprint": {}}', "[" * 100_000,
+    "", "[]", "{", '{"schema": 1}', '{"schema": 3, "shards": [], "fingerprint": {}}', "[" * 100_000,
     '{"schema": true, "shards": [], "fingerprint": {}}', '{"files": []}', "link"])
 def test_another_manifest_is_not_ours(vol, manifest):
     old = make_store(vol / "old")

@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 from eagle3nb.corpus.masks import teacher_positions
 from eagle3nb.errors import UserError
 from eagle3nb.states import extract as extraction
+from eagle3nb.states import manifest as manifests
 from eagle3nb.states import store as stores
+from eagle3nb.states import writing
 from eagle3nb.states.extract import extract
 from eagle3nb.states.store import Store
 
@@ -137,14 +139,17 @@ def test_ids_that_differ_from_the_corpus_are_named(copy, corpus):
 
 
 def test_a_store_that_is_not_finished_or_not_there_is_not_opened(copy, tmp_path):
-    manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "shards": manifest["shards"][:2]}))
+    manifest = stores.read_manifest(copy)
+    manifests.write_manifest(copy, {**manifest, "shards": manifest["shards"][:2]})
     with pytest.raises(UserError, match="of 24 rows"):
         Store.open(copy)
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "schema": 99}))
+    manifests.write_manifest(copy, {**manifest, "schema": 99})
     with pytest.raises(UserError, match="schema 99"):
         Store.open(copy)
-    with pytest.raises(UserError, match="run the stage that writes it"):
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "schema": 1}))  # those had no checksum
+    with pytest.raises(UserError, match="schema 1, this version reads 2"):
+        Store.open(copy)
+    with pytest.raises(UserError, match="run the extraction, which writes it"):
         Store.open(tmp_path / "nothing")
 
 
@@ -178,7 +183,7 @@ def test_leftovers_of_ours_go_and_strangers_stay(copy, corpus, target):
 
 
 def test_a_disk_that_fills_up_keeps_what_is_finished(made, tmp_path, corpus, target, monkeypatch):
-    save, calls = stores.save_file, []
+    save, calls = writing.save_file, []
 
     def full(tensors, path):
         calls.append(path)
@@ -187,7 +192,7 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(made, tmp_path, corpus, tar
             raise OSError(errno.ENOSPC, "No space left on device")
         save(tensors, path)
 
-    monkeypatch.setattr(stores, "save_file", full)
+    monkeypatch.setattr(writing, "save_file", full)
     with pytest.raises(UserError, match="No space left on device; free space"):
         extract(corpus, target, tmp_path, **SETTINGS)
     assert not list(tmp_path.glob("*.partial")) and len(list(tmp_path.glob("shard-*"))) == 2

@@ -79,6 +79,8 @@ class Maker:
                 names = {"user": "human", "assistant": "gpt"}
                 row = {"conversations": [{"from": names[message["role"]], "value": message["content"]}
                                          for message in self.talk(system=False)]}
+            elif kind == 4:
+                row = {"prompt": self.words(5, 15), "response": self.words(12, 25)}
             elif kind == 6:
                 row = self.row(self.talk(turns=1), bare=True)
                 begin, end = row["loss_mask"].index(1), row["input_ids"].index(self.eot, row["loss_mask"].index(1)) + 1

@@ -252,6 +252,14 @@ def cut_right_behind_a_header(make):
     return [{**row, "input_ids": row["input_ids"][:cut], "loss_mask": row["loss_mask"][:cut]}], {}
 
 
+def padded_with_ends_of_turn(make):
+    """As a batch is padded, where the end of turn is the padding token too."""
+    row = make.row(make.talk(turns=1))
+    ids, more = row["input_ids"], 17
+    return [{**row, "input_ids": ids + [make.eot] * more, "loss_mask": row["loss_mask"] + [0] * more}], {
+        "roles_malformed": ("amber", len(ids) + more - 1)}
+
+
 # ---------------------------------------------------------------------------------------------------- lengths
 
 
@@ -295,5 +303,5 @@ PLANTS = [no_json, no_record, mask_of_another_length, mask_of_other_values, no_t
           special_token_typed_by_a_user, end_of_turn_tokenised_as_characters, all_tokenised_as_characters,
           two_user_turns, the_assistant_speaks_first, the_user_speaks_last, an_unknown_role, thought_never_closed,
           thought_closed_twice, tool_call_of_broken_json, tool_call_as_it_should_be, cut_in_an_answer,
-          cut_right_behind_a_header, too_few_tokens, prompt_as_long_as_the_window, answers_beyond_the_window,
-          in_circles]
+          cut_right_behind_a_header, padded_with_ends_of_turn, too_few_tokens, prompt_as_long_as_the_window,
+          answers_beyond_the_window, in_circles]

@@ -3,9 +3,9 @@
 import json
 
 import planted
+import plants
 import pytest
 from planted import PLANTED, Maker
-from plants import PLANTS
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def check(listed, expected, lines, suffix=""):
 
 
 @pytest.mark.parametrize("kind", ["chatml", "kimi"])
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("plant", plants.PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found_where_it_is_and_nothing_else_is(tmp_path, makers, plant, kind):
     make = makers[kind]
     rows, expected = wanted_of(make, plant)
@@ -50,6 +50,23 @@ def test_a_clean_corpus_has_no_finding(tmp_path, makers, kind, seed):
     make = Maker(kind, makers[kind].tokenizer, seed)
     planted.build(tmp_path, make, [])
     assert planted.audit(tmp_path, make)[1] == []
+
+
+@pytest.mark.parametrize(("plant", "red"), [
+    (plants.all_zero, "mask_all_zero"), (plants.all_one, "mask_all_one"), (plants.inverted, "supervised_prompt"),
+    (plants.llama_headers, "template_mismatch"), (plants.another_tokenizers_ids, "template_mismatch"),
+    (plants.messages_of_another_row, "template_mismatch"), (plants.end_of_turn_left_out, ""),
+    (plants.last_turn_alone_supervised, ""), (plants.special_token_typed_by_a_user, "")])
+def test_what_a_whole_source_has_wrong_stops_the_run_where_it_must(tmp_path, makers, plant, red):
+    make = makers["kimi"]
+    planted.build(tmp_path, make, [])
+    rows, expected = [], {}
+    while len(rows) < 20:
+        more, expected = plant(make)
+        rows += more
+    planted.write(tmp_path / PLANTED / "rows.jsonl", rows)
+    assert {(f.rule, f.severity, f.source, f.count) for f in planted.audit(tmp_path, make, max_seq_len=4000)[1]} == {
+        (rule, "red" if rule == red else "amber", PLANTED, len(rows)) for rule in expected}
 
 
 def test_what_a_sample_shows_is_judged_by_its_share_of_the_sample(tmp_path, makers):

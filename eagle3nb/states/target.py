@@ -16,8 +16,9 @@ from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, read_json, resolve, shown, write_json, xxh3_file
 
 BYTES = {"fp32": 4, "bf16": 2, "fp8_e4m3": 1}  # a stored value
-PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")  # of the text backbone
-HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "thinker.model.", "")
+WRAPPED = ("text_config", "language_config", "llm_config")  # where a multimodal config keeps its language model's
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ def target_dir(target: str | Path) -> Path:
 
 
 def facts_of(folder: str | Path) -> TargetFacts:
-    """Read config.json alone. Raises UserError for a config without the sizes of a decoder."""
+    """Read config.json, and whether a head is among the weights that lie there. UserError for a config without the
+    sizes of a decoder."""
     whole = read_json(Path(folder) / "config.json")
-    config = whole.get("text_config") or whole
+    config = text_config(folder, whole)
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         layers, vocab = config["num_hidden_layers"], config["vocab_size"]
@@ -66,10 +68,32 @@ def facts_of(folder: str | Path) -> TargetFacts:
             head_dim=per_head or hidden // heads, intermediate=config["intermediate_size"], vocab=vocab,
             eps=config.get("rms_norm_eps", 1e-6), rope=rope_of(config),
             max_positions=config.get("max_position_embeddings", 2048), eos=eos_of(folder, whole, config),
-            tie_embedding=bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False))))
+            tie_embedding=tied(Path(folder), whole, config))
     except KeyError as error:
         raise UserError(f"{shown(Path(folder) / 'config.json')} has no {error.args[0]}; give the directory of a "
                         "decoder-only language model") from None
+
+
+def text_config(folder: str | Path, whole: dict) -> dict:
+    """The language model's part of config.json. Sizes that a wrapper leaves out are its class's defaults (LLaVA's)."""
+    config = next((whole[key] for key in WRAPPED if isinstance(whole.get(key), dict)), whole)
+    if config is whole or all(key in config for key in SIZES):
+        return config
+    from transformers import AutoConfig
+
+    try:
+        known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError):
+        return config
+    return known.to_dict() | config
+
+
+def tied(folder: Path, whole: dict, config: dict) -> bool:
+    """Is the head the embedding? The files decide where they are there; a wrapper and its text config may disagree."""
+    names = weight_files(folder) if any(folder.glob("*.safetensors*")) else {}
+    if spelt("model.embed_tokens.weight", names):
+        return spelt("lm_head.weight", names) is None
+    return bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False)))
 
 
 def rope_of(config: dict) -> dict:
@@ -127,11 +151,14 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 def spelt(name: str, names) -> str | None:
     """The checkpoint's spelling of `model.<rest>` or `lm_head.weight`, whatever wrapper it lies in."""
-    if name == "lm_head.weight":
-        spellings = HEADS
-    else:
-        spellings = [prefix + name.removeprefix("model.") for prefix in PREFIXES]
-    return next((s for s in spellings if s in names), None)
+    rest, key = name.removeprefix("model."), "embed_tokens.weight"
+    # The usual places first; then wherever an embedding and a final norm lie side by side.
+    other = sorted({n.removesuffix(key) for n in names if n.endswith(key)} - set(PREFIXES), key=lambda p: (len(p), p))
+    prefixes = [*PREFIXES, *(p for p in other if p + "norm.weight" in names)]
+    if name == "lm_head.weight":  # beside the backbone or above it
+        home = next((p for p in prefixes if p + key in names), "")
+        prefixes = [home, *(".".join(home.split(".")[:n]) + "." if n else "" for n in reversed(range(home.count("."))))]
+    return next((p + rest for p in prefixes if p + rest in names), None)
 
 
 def read_weights(folder: str | Path, names) -> dict:

@@ -123,9 +123,8 @@ def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
     chosen = np.flatnonzero(stays)
     listed = np.repeat(chosen, times[chosen])
     copy = np.arange(len(listed)) - np.repeat(np.cumsum(times[chosen]) - times[chosen], times[chosen])
-    occurrence = rank[listed] + copy * (int(rank.max(initial=0)) + 1)
-    order = np.lexsort((copy, rank[listed], low[listed], high[listed], _keys(rows.ids_hash[listed], occurrence, seed),
-                        held[listed]))
+    key = _keys(rows.ids_hash[listed], rank[listed] + (copy << 32), seed)
+    order = np.lexsort((copy, rank[listed], low[listed], high[listed], key, held[listed]))
     return Selection(listed[order], copy[order], int(held.sum()), removed)
 
 

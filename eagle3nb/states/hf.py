@@ -89,9 +89,12 @@ def load(folder: Path, dtype: torch.dtype):
         kind = model_class(folder)
         # Attention sinks (gpt-oss) are in no SDPA kernel: such a model says so, and runs in plain attention.
         attention = generation.ATTENTION if kind._supports_sdpa else "eager"
-        return kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention, local_files_only=True,
-                                    trust_remote_code=False)
-    except (ImportError, OSError, ValueError, KeyError) as error:
+        model, info = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention, local_files_only=True,
+                                           trust_remote_code=False, output_loading_info=True)
+        if info["missing_keys"]:  # Transformers would go on with random ones
+            raise ValueError(f"it has no weights for {min(info['missing_keys'])}; copy the whole checkpoint")
+        return model
+    except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"Transformers cannot load the target {shown(folder)}: {first}") from error
     finally:

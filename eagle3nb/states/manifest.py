@@ -17,19 +17,22 @@ import torch
 import xxhash
 
 from eagle3nb.errors import UserError
-from eagle3nb.files import atomic_write, shown, xxh3_file
+from eagle3nb.files import atomic_write, shown
 
 SCHEMA = 2
 MANIFEST, HEAD = "manifest.json", "head.safetensors"
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn}
 OWN = re.compile(r"(shard-\d{7,}-\d{7,}\.safetensors|head\.safetensors|manifest\.json)(\.\d+\.partial|\.claim)?")
+BLOCK = 1 << 23  # bytes of one read
 SEAL = ',\n "xxh3": "{}"\n}}\n'
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """In which the states of a shard are gathered for a store of this dtype; fp8 is made of fp32 when they are written.
+    """
     if name not in DTYPES:
         raise UserError(f"states_dtype {name!r} cannot be written; choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return torch.float32 if name == "fp8_e4m3" else DTYPES[name]
 
 
 def shard_name(first: int, last: int) -> str:
@@ -99,9 +102,16 @@ def whole(folder: Path, entry: dict) -> bool:
     return path.is_file() and path.stat().st_size == entry["bytes"]
 
 
-def same(folder: Path, entry: dict) -> bool:
-    """The file has the size and the checksum that the manifest tells."""
-    return whole(folder, entry) and xxh3_file(folder / entry["file"]) == entry["xxh3"]
+def same(folder: Path, entry: dict, advance=lambda count: None) -> bool:
+    """The file has the size and the checksum that the manifest tells. advance(bytes) is called as it is read."""
+    if not whole(folder, entry):
+        return False
+    digest = xxhash.xxh3_128()
+    with open(folder / entry["file"], "rb", buffering=0) as handle:
+        while chunk := handle.read(BLOCK):
+            digest.update(chunk)
+            advance(len(chunk))
+    return digest.hexdigest() == entry["xxh3"]
 
 
 def check_files(folder: Path, manifest: dict) -> None:

@@ -18,11 +18,8 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
 from eagle3nb.errors import UserError
-from eagle3nb.files import shown, sync_folder, xxh3_file
+from eagle3nb.files import shown, sync_folder
 from eagle3nb.states.manifest import (
     HEAD,
     MANIFEST,
@@ -34,13 +31,14 @@ from eagle3nb.states.manifest import (
     shard_name,
     write_manifest,
 )
+from eagle3nb.states.shard import as_stored, write_tensors
 
 
 class ShardWriter:
     """A store that is being written, by this process among others. `manifest` and `done` are read from disk."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, dtype: str | None):
+        self.folder, self.dtype = folder, dtype
         self.held = set()  # names of files that this writer has claimed
 
     @property
@@ -86,8 +84,9 @@ class ShardWriter:
                 if not mine:
                     raise UserError(f"another process is writing {shown(self.folder / name)}; wait for it")
                 return self.write(first, last, tensors)
-        entry = {"first": first, "last": last, "rows": len(tensors["rows"]), "tokens": len(tensors["input_ids"]),
-                 "teacher": len(tensors["last_positions"])} | self.put(name, tensors)
+        stored = as_stored(tensors, first, last, self.dtype)
+        entry = {"first": first, "last": last, "rows": last - first + 1, "tokens": len(tensors["input_ids"]),
+                 "teacher": len(tensors["last_positions"])} | self.put(name, stored)
         self.enter(lambda manifest: manifest | {"shards": joined(manifest["shards"], entry)})
         return entry
 
@@ -96,19 +95,14 @@ class ShardWriter:
         path = self.folder / name
         partial = path.with_name(f"{name}.{os.getpid()}.partial")
         try:
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial)
-            partial.chmod(0o644)
-            with open(partial, "rb+") as handle:
-                os.fsync(handle.fileno())
-            entry = {"file": name, "bytes": partial.stat().st_size, "xxh3": xxh3_file(partial)}
+            size, xxh3 = write_tensors(partial, tensors)
             os.replace(partial, path)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             partial.unlink(missing_ok=True)
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot write {shown(path)}: {reason}; free space and run the stage again (what is "
-                            "finished is kept)") from error
+            raise UserError(f"cannot write {shown(path)}: {error.strerror or error}; free space and run the stage "
+                            "again (what is finished is kept)") from error
         sync_folder(self.folder)
-        return entry
+        return {"file": name, "bytes": size, "xxh3": xxh3}
 
     def enter(self, change) -> None:
         """Replace the manifest by change(manifest), one process at a time."""
@@ -133,7 +127,7 @@ def open_writer(folder: str | Path, fingerprint: dict, sizes: dict) -> ShardWrit
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(folder)
+    writer = ShardWriter(folder, fingerprint.get("dtype"))
     with claimed(folder / MANIFEST, wait=True):
         remove_partials(folder, MANIFEST)
         if (folder / MANIFEST).exists():

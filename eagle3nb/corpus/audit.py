@@ -15,7 +15,7 @@ import numpy as np
 from eagle3nb.corpus.hits import EXAMPLES
 from eagle3nb.corpus.overview import forecast, to_json
 from eagle3nb.corpus.sketch import near_duplicates
-from eagle3nb.corpus.survey import SourceSurvey, Survey
+from eagle3nb.corpus.survey import OPEN_END, SourceSurvey, Survey
 from eagle3nb.errors import UserError
 from eagle3nb.files import write_json
 
@@ -30,7 +30,7 @@ ROWS = {
     "empty_row": ("form", "rows without tokens", "leave them out", 0),
     "token_out_of_range": ("form", "rows with ids beyond the vocabulary",
                            "tokenise with this target's own tokenizer", 0),
-    "mask_all_zero": ("masks", "rows that supervise nothing and will be skipped",
+    "mask_all_zero": ("masks", "rows that supervise nothing",
                       "check the loss_mask of their generator, or set masks to 'template'", 0.9),
     "mask_all_one": ("masks", "rows that supervise every token, the prompt included",
                      "set masks to 'template', unless these rows have no prompt", 0.9),
@@ -66,6 +66,7 @@ THEME = {rule: values[0] for rule, values in ROWS.items()} | OTHER
 RULES = tuple(sorted(THEME, key=lambda rule: THEMES.index(THEME[rule])))
 ORDER = ("red", "amber", "info")
 FEW = 0.001  # of a source's rows under a rule on single rows: fewer are no reason to stop and look
+STRIPPED, OPEN_ROWS = 0.95, 10  # share of a source's rows that end inside an answer, and how many at least
 MUCH_LOST = 0.05  # of the supervised tokens by truncation: more is amber
 OUT_OF_PROPORTION = 3.0  # times the other sources' median mean length, or times a fair share of the tokens
 
@@ -92,8 +93,8 @@ def findings(found: Survey) -> list[Finding]:
     """What the datasets themselves show. An excluded source is looked at too, but its findings are info."""
     listed = []
     for source in found.sources:
-        of_source = [*_empty(source), *_rows(source), *_truncation(source, found.rules.max_seq_len),
-                     *_proportion(source, found)]
+        of_source = [*_empty(source), *_rows(source), *_open_ends(source), *_proportion(source, found),
+                     *_truncation(source, found.rules.max_seq_len)]
         listed += [_excluded(finding) for finding in of_source] if source.excluded else of_source
     return [*listed, *_duplicates(found), *_near(found)]
 
@@ -110,7 +111,7 @@ def _excluded(finding: Finding) -> Finding:
 
 def _empty(source: SourceSurvey) -> list[Finding]:
     """Red: a source that holds no line."""
-    if source.records or any(source.hits.counts.values()):
+    if source.records or source.tally.faults:
         return []
     return [Finding("empty_source", "red", source.name, 1, f"{len(source.files)} files and no record in them",
                     "fill the directory with *.jsonl, *.jsonl.gz or *.jsonl.zst, or remove or exclude it")]
@@ -132,6 +133,18 @@ def _rows(source: SourceSurvey) -> list[Finding]:
         listed.append(Finding(rule, severity, source.name, count, f"{count:,} of {lines:,} {what}{seen}", remedy,
                               source.examples[rule]))
     return listed
+
+
+def _open_ends(source: SourceSurvey) -> list[Finding]:
+    """Amber: nearly all rows end inside an answer. Some are cut at their generator's limit; all were stripped."""
+    count = source.hits.counts[OPEN_END]
+    if count < OPEN_ROWS or count < STRIPPED * source.records:
+        return []
+    return [Finding(
+        "eot_unsupervised", "amber", source.name, count,
+        f"{count:,} of {source.records:,} rows end inside an answer, without its end-of-turn token",
+        "keep the end-of-turn token when rows are made, with mask 1, or the drafter never learns to end a turn",
+        source.examples[OPEN_END])]
 
 
 def _truncation(source: SourceSurvey, max_seq_len: int) -> list[Finding]:

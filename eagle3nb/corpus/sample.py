@@ -11,10 +11,12 @@ import numpy as np
 
 from eagle3nb.corpus.batch import Batch, batches
 from eagle3nb.corpus.conversation import conversation_faults
+from eagle3nb.corpus.decision import decide
+from eagle3nb.corpus.hits import Hits
 from eagle3nb.corpus.lines import Chunk
 from eagle3nb.corpus.records import Record
 from eagle3nb.corpus.scan import pool_of, processes_for
-from eagle3nb.corpus.survey import Looking, SourceSurvey, Survey, look
+from eagle3nb.corpus.survey import Looking, SourceSurvey, Survey, marks
 from eagle3nb.progress import progress
 
 ROW_BYTES = 16 << 10  # of reading that take as long as rendering a row: where more processes pay
@@ -66,10 +68,11 @@ def look_at(vocab_size: int, task: tuple, shared: Looking, add) -> list[tuple[in
             row, (messages, tools) = batch.one(r), batch.messages(r)
             mask = row.mask if row.own[0] else None
             record = Record(row.ids, mask, messages, tools, row.raws[0], "", "", 0, None, False)
-            seen = look(row, shared).hits.counts
+            seen = Hits()
+            marks(row, decide(row, shared.rules), shared, seen)
             line = int(batch.lines[r]) + before
             found += [(line, rule, detail) for rule, detail in conversation_faults(record, rules, shared.template)
-                      if rule not in seen]
+                      if rule not in seen.counts]
             add(1)
     return found
 

@@ -49,7 +49,8 @@ class Found:
 
 def file_name(source: Source, file: int) -> str:
     """The file as a record may show it: <dataset>/<path>."""
-    return f"{source.name}/{source.files[file].relative_to(source.path).as_posix()}"
+    name = f"{source.name}/{source.files[file].relative_to(source.path).as_posix()}"
+    return name.encode("utf-8", "replace").decode()  # a name that is no text must not keep a record from being written
 
 
 def processes_for(size: int, asked: int = 0) -> int:

@@ -23,6 +23,7 @@ from eagle3nb.corpus.sketch import sketches
 from eagle3nb.corpus.template import Template, mask_hits, template_hits, template_of
 from eagle3nb.errors import UserError
 
+OPEN_END = "open end"  # not a rule by itself
 SHORT = 8  # tokens: hardly a question and an answer
 FULL = 0.9  # of the window: a prompt that takes so much leaves an answer no room
 DETAIL = 300  # characters that a record holds on one example
@@ -244,10 +245,7 @@ def _rules(batch: Batch, made: Decisions, shared: Looking, supervised: np.ndarra
     ids, starts, window = batch.ids, batch.starts, shared.rules.max_seq_len
     if not len(batch):
         return
-    if shared.template is not None and made.derived is not None:
-        template_hits(ids, batch.mask, batch.own, made.derived, starts, shared.rules.markers, shared.template, hits)
-    else:
-        mask_hits(made.mask, starts, hits)
+    marks(batch, made, shared, hits)
     without = np.flatnonzero(made.reason == NO_MASK)
     hits.add("schema", without, None, lambda row, at: "no loss_mask and no template to derive one")
     lengths = batch.lengths
@@ -266,6 +264,20 @@ def _rules(batch: Batch, made: Decisions, shared: Looking, supervised: np.ndarra
         hits.add("benchmark_overlap", rows, at,
                  lambda row, at: f"{shared.needles.benchmarks[told[row][0]]} {shared.needles.names[told[row][0]]}: "
                              f"{told[row][1]:.0%} of the prompt")
+
+
+def marks(batch: Batch, made: Decisions, shared: Looking, hits: Hits) -> None:
+    """The rules on masks and templates; OPEN_END counts rows that end inside an answer, for a rule on whole sources."""
+    ids, starts, lasts = batch.ids, batch.starts, batch.starts[1:] - 1
+    if shared.template is not None and made.derived is not None:
+        template_hits(ids, batch.mask, batch.own, made.derived, starts, shared.rules.markers, shared.template, hits)
+        inside = (made.derived[lasts] == 1) & (ids[lasts] != shared.rules.markers.end_of_turn)
+        rows = np.flatnonzero(inside)
+        hits.add(OPEN_END, rows, batch.lengths[rows] - 1, lambda row, at: "the row ends without an end-of-turn token")
+        return
+    mask = made.mask.copy()
+    mask[starts[:-1][made.reason == NO_MASK]] = 1  # a row that no mask can be had for is the schema's, not all zero
+    mask_hits(mask, starts, hits)
 
 
 def _token_counts(ids: np.ndarray, mask: np.ndarray, starts: np.ndarray, part: Part) -> Iterator[tuple]:

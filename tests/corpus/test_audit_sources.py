@@ -70,6 +70,22 @@ def test_empty_source(tmp_path, make, rows):
     assert named(planted.audit(tmp_path, make)[1]) == {("empty_source", "red", "D_four", 1)}
 
 
+def test_answers_stripped_of_their_last_end_of_turn(tmp_path, make):
+    clean(tmp_path, make)
+
+    def stripped(row):
+        end = max(i for i, token in enumerate(row["input_ids"]) if token == make.tokenizer.eos_token_id)
+        return {key: row[key][:end] for key in ("input_ids", "loss_mask") if key in row}
+
+    planted.write(tmp_path / PLANTED / "rows.jsonl", [stripped(row) for row in make.clean(24)])
+    [finding] = [f for f in planted.audit(tmp_path, make)[1] if f.source == PLANTED]
+    assert (finding.rule, finding.severity, finding.count) == ("eot_unsupervised", "amber", 24)
+    assert "end inside an answer" in finding.message
+    some = [stripped(row) if i % 2 else row for i, row in enumerate(make.clean(24))]  # cut at a limit: no fault
+    planted.write(tmp_path / PLANTED / "rows.jsonl", some)
+    assert not planted.audit(tmp_path, make)[1]
+
+
 def test_disproportionate(tmp_path, make):
     long = [make.row(make.talk(turns=9)) for _ in range(24)]
     for name in SOURCES:

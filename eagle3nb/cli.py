@@ -1,10 +1,14 @@
-"""The command line: `eagle3nb run`, `status`, `synthesise`. Exit codes: 0, 1 a stage failed, 2 wrong use."""
+"""The command line: `eagle3nb run`, `status`, `verify`, `synthesise`.
+
+Exit codes: 0, 1 a stage failed or a store is not whole, 2 wrong use.
+"""
 
 import argparse
 import sys
 
 import eagle3nb
 from eagle3nb.errors import UserError
+from eagle3nb.files import resolve, shown
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,6 +30,9 @@ def parser() -> argparse.ArgumentParser:
     status.add_argument("run", help="name of the run")
     status.add_argument("--once", action="store_true", help="print where it stands and end")
 
+    verify = commands.add_parser("verify", help="read every byte of a store of hidden states against its checksums")
+    verify.add_argument("store", help="its folder, e.g. outputs/demo/work/states")
+
     synthesise = commands.add_parser("synthesise", help="remake a corpus: prompts answered by the target")
     synthesise.add_argument("prompts", help="folder of prompt files, e.g. data/prompts")
     synthesise.add_argument("out", help="folder for the dataset directories, e.g. data/demo")
@@ -41,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         return perform(options)
     except UserError as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
-        return 1 if options.command == "synthesise" else 2
+        return 1 if options.command in ("synthesise", "verify") else 2
     except KeyboardInterrupt:
         return 1
     except BrokenPipeError:  # `eagle3nb status … | head`
@@ -61,6 +68,14 @@ def perform(options: argparse.Namespace) -> int:
         from eagle3nb.record.status import status
 
         return status(options.run, options.once)
+    if options.command == "verify":
+        from eagle3nb.states.store import MANIFEST, verify
+
+        if not (resolve(options.store) / MANIFEST).is_file():
+            print(f"eagle3nb: {shown(options.store)} holds no {MANIFEST}; name the folder of a store", file=sys.stderr)
+            return 2
+        print(verify(options.store))
+        return 0
     from eagle3nb.synthesis.answers import main as answer
 
     answer(options.prompts, options.out, options.only, options.seed)

@@ -5,6 +5,7 @@ on the way, as `verify` says: "each" time, the "first" time in this process, or 
 folder), shard.py (one file of it); writing: writing.py.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import xxhash
 
 from eagle3nb.errors import UserError
-from eagle3nb.files import shown
+from eagle3nb.files import resolve, shown
 from eagle3nb.progress import progress
 from eagle3nb.states.manifest import (  # noqa: F401 (some are what others know as this module's)
     HEAD,
@@ -94,9 +95,9 @@ class Store:
     def final_norm(self) -> torch.Tensor:
         return self.head_tensors()["final_norm"]
 
-    def verify(self) -> int:
+    def verify(self, show: bool = False) -> int:
         """Read every byte against its checksum. Returns the bytes; UserError names the first file that differs."""
-        return verify_files(self.folder, self.manifest)
+        return verify_files(self.folder, self.manifest, show)
 
     def check_corpus(self, corpus) -> None:
         """Every row's ids and mask against the merged corpus. UserError names the row; nothing is substituted."""
@@ -131,13 +132,23 @@ def check_finished(folder: Path, manifest: dict) -> None:
         raise UserError(f"{shown(folder)} holds {have} of {manifest['rows']} rows; run the extraction to its end")
 
 
-def verify_files(folder: Path, manifest: dict) -> int:
-    """Every byte of every file against its checksum, with rate and time left. Returns the bytes."""
+def verify(folder: str | Path) -> str:
+    """`eagle3nb verify`: what was found, in a line. UserError names the first file that is not what was written."""
+    folder = resolve(folder)
+    manifest = read_manifest(folder)
+    size = verify_files(folder, manifest, show=True)
+    check_finished(folder, manifest)
+    return (f"{shown(folder)}: {manifest['rows']:,} rows, {len(manifest['shards']):,} shards, {size / 1e9:,.3f} GB; "
+            "every byte is what was written")
+
+
+def verify_files(folder: Path, manifest: dict, show: bool) -> int:
+    """Every byte of every file against its checksum; show: with rate and time left. Returns the bytes."""
     check_files(folder, manifest)
     total = sum(entry["bytes"] for entry in files_of(manifest))
-    with progress(total, "checksums", "bytes") as bar:
+    with progress(total, "checksums", "bytes") if show else nullcontext() as bar:
         for entry in files_of(manifest):
-            if not same(folder, entry, bar.advance):
+            if not same(folder, entry, bar.advance if show else lambda count: None):
                 raise differs(folder, entry)
     return total
 

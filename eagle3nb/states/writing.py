@@ -84,6 +84,7 @@ class ShardWriter:
                 if not mine:
                     raise UserError(f"another process is writing {shown(self.folder / name)}; wait for it")
                 return self.write(first, last, tensors)
+        joined(self.manifest["shards"], {"first": first, "last": last})
         stored = as_stored(tensors, first, last, self.dtype)
         entry = {"first": first, "last": last, "rows": last - first + 1, "tokens": len(tensors["input_ids"]),
                  "teacher": len(tensors["last_positions"])} | self.put(name, stored)
@@ -97,11 +98,11 @@ class ShardWriter:
         try:
             size, xxh3 = write_tensors(partial, tensors)
             os.replace(partial, path)
+            sync_folder(self.folder)
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise UserError(f"cannot write {shown(path)}: {error.strerror or error}; free space and run the stage "
                             "again (what is finished is kept)") from error
-        sync_folder(self.folder)
         return {"file": name, "bytes": size, "xxh3": xxh3}
 
     def enter(self, change) -> None:
@@ -111,7 +112,12 @@ class ShardWriter:
 
 
 def joined(shards: list[dict], entry: dict) -> list[dict]:
-    others = [shard for shard in shards if (shard["first"], shard["last"]) != (entry["first"], entry["last"])]
+    """The shards with this one, in its place if it was made before. ValueError where it overlaps another."""
+    first, last = entry["first"], entry["last"]
+    others = [shard for shard in shards if (shard["first"], shard["last"]) != (first, last)]
+    for shard in others:
+        if shard["first"] <= last and first <= shard["last"]:
+            raise ValueError(f"rows {first} to {last} overlap the shard of rows {shard['first']} to {shard['last']}")
     return sorted([*others, entry], key=lambda shard: shard["first"])
 
 
@@ -126,7 +132,10 @@ def open_writer(folder: str | Path, fingerprint: dict, sizes: dict) -> ShardWrit
     disk's speed) is forgotten, so it is made again.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {shown(folder)}: {error.strerror}; choose another work_dir") from error
     writer = ShardWriter(folder, fingerprint.get("dtype"))
     with claimed(folder / MANIFEST, wait=True):
         remove_partials(folder, MANIFEST)
@@ -161,8 +170,9 @@ def remove_unknown(writer: ShardWriter) -> None:
 
 def remove_partials(folder: Path, name: str) -> None:
     """What is left of `name`, whose claim the caller holds: nobody else writes it."""
-    for file in folder.glob(f"{name}.*.partial"):
-        file.unlink(missing_ok=True)
+    for file in folder.iterdir():
+        if file.name.startswith(f"{name}.") and OWN.fullmatch(file.name) and file.name.endswith(".partial"):
+            file.unlink(missing_ok=True)
 
 
 def same_store(folder: Path, standing: dict, wanted: dict) -> None:

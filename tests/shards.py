@@ -10,7 +10,7 @@ HIDDEN, VOCAB = 8, 50
 
 def lengths(rows: int, seed: int = 0) -> np.ndarray:
     """Tokens of each row, the same whatever range of them a shard holds."""
-    return np.random.default_rng(seed).integers(1, 9, rows)
+    return np.random.default_rng(seed).integers(1, 13, rows)
 
 
 def sizes(rows: int, seed: int = 0) -> dict:
@@ -26,7 +26,7 @@ def head() -> dict:
 def one(row: int, length: int, dtype: torch.dtype, seed: int) -> dict:
     """A row's tensors; every row has its own seed, the first token is massive in the middle layer."""
     rng = np.random.default_rng([seed, row])
-    mask = rng.integers(0, 2, length).astype(np.uint8)
+    mask = (rng.random(length) < 0.8).astype(np.uint8)
     positions = teacher_positions(mask)
     aux = torch.from_numpy(rng.standard_normal((length, 3 * HIDDEN))).to(dtype)
     aux[0, HIDDEN + 3] = 2e4

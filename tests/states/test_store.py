@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import shards
 import torch
 from safetensors.torch import load_file
 
+from eagle3nb.cli import main
 from eagle3nb.corpus.masks import teacher_positions
 from eagle3nb.errors import UserError
 from eagle3nb.states import extract as extraction
@@ -23,7 +26,9 @@ from eagle3nb.states import manifest as manifests
 from eagle3nb.states import store as stores
 from eagle3nb.states import writing
 from eagle3nb.states.extract import extract
+from eagle3nb.states.quantise import decode, encode
 from eagle3nb.states.store import Store
+from eagle3nb.states.target import BYTES
 
 SETTINGS = {"dtype": "bf16", "batch_tokens": 512, "shard_tokens": 600}
 
@@ -106,18 +111,189 @@ def test_shards_are_contiguous_and_bounded():
     assert covered == list(range(len(lengths)))
 
 
-def test_any_flipped_byte_is_found(copy):
-    store = Store.open(copy)
-    rng = np.random.default_rng(0)
-    for entry in [*store.shards[:2], store.manifest["head"]]:
-        path = copy / entry["file"]
-        whole = path.read_bytes()
-        for at in (9, len(whole) - 1, *rng.integers(0, len(whole), 4)):
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1:])
-            with pytest.raises(UserError, match=entry["file"]):
-                Store.open(copy).verify()
-        path.write_bytes(whole)
-    assert store.verify() > 0
+# ---------------------------------------------------------------------------------------------------- any byte
+
+
+DTYPES = ("bf16", "fp8_e4m3")
+
+
+def small(folder, dtype) -> Path:
+    """A finished store of eight short rows in three shards: a few kilobytes."""
+    writer = stores.open_writer(folder, {"corpus": "x", "dtype": dtype}, shards.sizes(8))
+    writer.write_head(shards.head())
+    for first, last in ((0, 2), (3, 3), (4, 7)):
+        writer.write(first, last, shards.shard(first, last, 8))
+    return folder
+
+
+def flips(folder, name, count, seed=0):
+    """Write every file with one byte changed in turn: all of its first 8 + header bytes if `count` allows, then random
+    ones; yields the place."""
+    path, rng = folder / name, np.random.default_rng(seed)
+    whole = path.read_bytes()
+    begin = len(whole) if name == "manifest.json" else 8 + int.from_bytes(whole[:8], "little")
+    places = [*rng.permutation(begin)[:count], *rng.integers(0, len(whole), count)]
+    for at in map(int, places):
+        changed = whole[at] ^ int(rng.integers(1, 256))
+        path.write_bytes(whole[:at] + bytes([changed]) + whole[at + 1:])
+        yield at
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_flipped_byte_is_found(dtype, tmp_path):
+    """By verify, which names the file; by the reader too, where it is a byte of what is read."""
+    folder = small(tmp_path, dtype)
+    for file in sorted(file.name for file in folder.iterdir()):
+        rows = re.findall(r"\d+", file)
+        named = f"{file} .rows {int(rows[0])} to {int(rows[1])}. " if rows else file
+        for _ in flips(folder, file, 120):
+            with pytest.raises(UserError, match=named):
+                Store.open(folder, verify="never").verify()
+    assert Store.open(folder).verify() == sum(file.stat().st_size for file in folder.iterdir()) - (
+        folder / "manifest.json").stat().st_size
+
+
+@pytest.mark.parametrize("verify", ["first", "each"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_flipped_byte_is_read_as_something_else(dtype, verify, tmp_path):
+    """Whatever byte of a shard has changed, in the header or in a row: an error that names it, or what was written."""
+    folder = small(tmp_path, dtype)
+    expected = [read(Store.open(folder).row(i)) for i in range(8)]
+    file, refused, total = "shard-0000004-0000007.safetensors", 0, 0
+    for _ in flips(folder, file, 200):
+        total += 1
+        try:
+            store = Store.open(folder, verify)
+            for i in range(8):
+                assert read(store.row(i)) == expected[i]
+        except UserError as error:
+            assert file in str(error) and "\n" not in str(error)
+            refused += 1
+    assert refused > 0.97 * total  # what is left: a row's checksum of nothing, which nobody asks
+
+
+def read(row) -> list:
+    """Everything of a row, to be compared."""
+    return [row.row, *((x.dtype, tuple(x.shape), torch.as_tensor(x).float().tolist()) for x in (
+        row.ids, row.mask, row.aux, row.last, row.last_positions, row.teacher_argmax, row.teacher_lse))]
+
+
+def test_what_is_looked_at_is_checked_and_no_more(tmp_path):
+    """The parts of a row have their own checksums: `split` and `on_policy` read no states."""
+    folder = small(tmp_path, "bf16")
+    file, lengths = "shard-0000004-0000007.safetensors", Store.open(folder).tensors(2)["last_offsets"].diff()
+    row = 4 + int(lengths.argmax())
+    assert lengths.max() > 0
+
+    def change(name):
+        tensors = load_file(folder / file)
+        offsets = tensors["last_offsets" if name.startswith(("last", "teacher")) else "row_offsets"]
+        start = int(offsets[row - 4])
+        path, raw = folder / file, bytearray((folder / file).read_bytes())
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])[name]
+        size = (header["data_offsets"][1] - header["data_offsets"][0]) // header["shape"][0]
+        raw[8 + int.from_bytes(raw[:8], "little") + header["data_offsets"][0] + start * size] ^= 1
+        path.write_bytes(raw)
+
+    whole = (folder / file).read_bytes()
+    for name, fails in (("aux", "aux"), ("last", "last"), ("loss_mask", "row"), ("teacher_lse", "row")):
+        change(name)
+        store = Store.open(folder)
+        for i in {*range(8)} - {row}:
+            assert store.row(i).aux.shape[1] == 24 and store.row(i).last.shape[1] == 8
+        for part in ("row", "aux", "last"):
+            if part == fails or fails == "row":
+                with pytest.raises(UserError, match=f"row {row} in .*{file} .rows 4 to 7. is not what was written"):
+                    getattr(store.row(row), part)
+            else:
+                getattr(store.row(row), part)
+        Store.open(folder, verify="never").row(row).aux.sum()
+        (folder / file).write_bytes(whole)
+
+
+def test_how_often_a_row_is_checked(tmp_path, monkeypatch):
+    from eagle3nb.states import shard as shard_files
+
+    folder, made, asked = small(tmp_path, "fp8_e4m3"), shard_files.checksum, []
+    monkeypatch.setattr(shard_files, "checksum", lambda t, r, column: asked.append((r, column)) or made(t, r, column))
+    for verify, first, again in (("each", 3, 3), ("first", 3, 0), ("never", 0, 0)):
+        store = Store.open(folder, verify)
+        for expected in (first, again):
+            asked.clear()
+            row = store.row(6)
+            assert (row.aux.shape, row.last.shape[1]) == ((len(row.ids), 24), 8) and row.aux is row.aux
+            assert len(asked) == expected
+    with pytest.raises(UserError, match="verify is 'always'; choose one of each, first, never"):
+        Store.open(folder, "always")
+
+
+@pytest.mark.parametrize("verify", ["each", "first", "never"])
+def test_a_head_that_changed_is_not_used(tmp_path, verify):
+    folder = small(tmp_path, "bf16")
+    raw = bytearray((folder / "head.safetensors").read_bytes())
+    raw[-3] ^= 8
+    (folder / "head.safetensors").write_bytes(raw)
+    store = Store.open(folder, verify)
+    if verify == "never":
+        assert store.embedding().shape == (50, 8)
+    else:
+        with pytest.raises(UserError, match="head.safetensors is not what was written"):
+            store.embedding()
+
+
+def test_fp8_is_read_back_to_its_precision(corpus, target, tmp_path):
+    extract(corpus, target, tmp_path / "fp8", **{**SETTINGS, "dtype": "fp8_e4m3"})
+    extract(corpus, target, tmp_path / "fp32", **{**SETTINGS, "dtype": "fp32"})
+    store, exact = Store.open(tmp_path / "fp8"), Store.open(tmp_path / "fp32")
+    assert store.verify() < 0.45 * exact.verify()  # the head is as large in both
+    for i in range(len(store)):
+        row, right = store.row(i), exact.row(i)
+        assert row.aux.dtype == row.last.dtype == torch.bfloat16
+        for name, layers in (("aux", 3), ("last", 1)):
+            read, states = getattr(row, name), getattr(right, name)
+            assert torch.equal(read, decode(*encode(states, layers), torch.bfloat16))
+            error = (read.float() - states).view(-1, layers, 64).norm(dim=-1)
+            assert (error < 0.035 * states.view(-1, layers, 64).norm(dim=-1)).all()
+        assert np.array_equal(row.teacher_argmax, right.teacher_argmax)
+        assert np.array_equal(row.teacher_lse, right.teacher_lse)
+
+
+def test_what_a_store_can_hold_has_a_size_in_the_plan():
+    assert set(manifests.DTYPES) == set(BYTES)
+    assert all(torch.empty(0, dtype=dtype).element_size() == BYTES[name] for name, dtype in manifests.DTYPES.items())
+
+
+# ---------------------------------------------------------------------------------------------------- eagle3nb verify
+
+
+def test_verify_on_the_command_line(tmp_path, capsys):
+    folder = small(tmp_path / "states", "fp8_e4m3")
+    assert main(["verify", str(folder)]) == 0
+    told = capsys.readouterr()
+    assert "8 rows, 3 shards" in told.out and "every byte is what was written" in told.out and not told.err
+    assert "100%" in told.out and "bytes/s" in told.out  # rate and time left
+    path = folder / "shard-0000003-0000003.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert main(["verify", str(folder)]) == 1
+    assert "states/shard-0000003-0000003.safetensors (rows 3 to 3) is not what was written" in capsys.readouterr().err
+    path.unlink()
+    assert main(["verify", str(folder)]) == 1
+    assert "shard-0000003-0000003.safetensors (rows 3 to 3) is missing or cut short" in capsys.readouterr().err
+    path.write_bytes(whole)
+    manifest = manifests.read_manifest(folder)
+    manifests.write_manifest(folder, manifest | {"shards": manifest["shards"][:2]})
+    assert main(["verify", str(folder)]) == 1
+    assert "4 of 8 rows; run the extraction to its end" in capsys.readouterr().err
+    (folder / "manifest.json").write_text("{}")
+    assert main(["verify", str(folder)]) == 1
+    assert "manifest.json is not what was written" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "holds no manifest.json; name the folder of a store" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- what stands
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1])])

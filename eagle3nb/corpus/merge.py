@@ -20,7 +20,7 @@ import xxhash
 from eagle3nb.corpus import accounts
 from eagle3nb.corpus.decision import REASONS, Rules
 from eagle3nb.corpus.masks import Markers
-from eagle3nb.corpus.merged import INDEX, REJECTED, REPORT, ROWS
+from eagle3nb.corpus.merged import INDEX, REJECTED, REPORT, ROWS, vocabulary_hash
 from eagle3nb.corpus.overlap import Needles
 from eagle3nb.corpus.passes import Block, FirstPass, first_pass, write_block
 from eagle3nb.corpus.records import Source
@@ -65,6 +65,7 @@ def merge(sources: list[Source], out_dir: str | Path, *, max_seq_len: int, seed:
             "schema": 2, "seed": seed, "max_seq_len": max_seq_len, "masks": masks, "truncation": truncation,
             "limit": limit, "exclude": list(exclude), "include": list(include), **vars(mix),
             "decontaminate": sorted(set(needles.benchmarks)) if needles else [], "vocab_size": vocab_size,
+            "tokenizer": vocabulary_hash(tokenizer) if tokenizer else None,
             "sources": [tally.to_json() for tally in tallies], **accounts.totals(tallies),
             "validation": accounts.validation(rows, chosen), "order_hash": rows.order_hash(chosen.rows),
             "corpus_hash": rows.corpus_hash(chosen.rows), "bytes": (folder / ROWS).stat().st_size,

@@ -10,11 +10,18 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pandas as pd
+import xxhash
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, shown, xxh3_file
 
 ROWS, INDEX, REJECTED, REPORT = "merged.jsonl", "index.parquet", "rejected.jsonl", "merge.json"
+
+
+def vocabulary_hash(tokenizer) -> str:
+    """xxh3-128 over every token and its id, added ones included: equal ids, equal text."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
+    return xxhash.xxh3_128_hexdigest(orjson.dumps(pairs))
 
 
 class Corpus:
@@ -31,6 +38,7 @@ class Corpus:
         self.hash: str = report["corpus_hash"]
         self.tokens, self.supervised = int(index["tokens"].sum()), int(index["supervised"].sum())
         self.vocab_size: int = report["vocab_size"]
+        self.tokenizer: str | None = report.get("tokenizer")  # vocabulary_hash; None: merged without a tokenizer
         self.lengths = index["tokens"].to_numpy(np.int64)  # int64[R]
         self._offsets, self._bytes = index["offset"].to_numpy(), index["bytes"].to_numpy()
         self._handle = os.open(folder / ROWS, os.O_RDONLY)

@@ -9,6 +9,7 @@ final norm. SGLang counts layer outputs: its ids are one less.
 """
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -30,7 +31,10 @@ OURS = ("model_path", "skip_tokenizer_init", "dtype", "device", "tp_size", "cont
 
 
 class SGLangTarget:
-    """A target that SGLang has loaded. `.facts`, `.layers` (captured), `.dtype`, `.device` (of the lm_head)."""
+    """A target that SGLang has loaded. `.facts`, `.layers` (captured), `.dtype`, `.device` (of the lm_head).
+
+    `.version` is SGLang's, `.load_s` the seconds that its start took.
+    """
 
     engine = "sglang"
 
@@ -50,9 +54,12 @@ class SGLangTarget:
         # Before the engine, which takes what memory it finds free.
         self.head = targets.lm_head(self.dir).to(self.device, self.dtype)
         arguments = {**self.arguments(tensor_parallel), **extra(engine_args)}
+        began = time.perf_counter()
         self.process = EngineProcess(arguments, environment(self.device.type), scratch)
+        self.version = self.process.version
         try:
             self.capture([[0] * TRIAL])
+            self.load_s = time.perf_counter() - began
         except BaseException:
             self.close()
             raise

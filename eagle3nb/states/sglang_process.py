@@ -33,6 +33,7 @@ from eagle3nb.states.sglang_worker import GRACE
 
 TMPFS = Path("/dev/shm")
 ROOM = 8 << 30  # bytes that must be free on it; a container often has 64 MB there
+LOGS = 10  # that are kept
 LONGEST = 300  # characters of an error that is passed on
 FAILURE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Killed): \S.*")
 
@@ -44,6 +45,8 @@ class EngineProcess:
         self.folder, handle = states_folder(scratch)
         self.log = resolve(".cache") / "sglang" / f"{self.folder.name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        for old in sorted(self.log.parent.glob("*.log"), key=lambda log: log.stat().st_mtime)[: 1 - LOGS]:
+            old.unlink(missing_ok=True)  # kept where an engine failed
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [python(), "-m", "eagle3nb.states.sglang_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -52,8 +55,8 @@ class EngineProcess:
                      "SGLANG_PLUGINS": ",".join(filter(None, [os.environ.get("SGLANG_PLUGINS"), "eagle3nb"]))})
         self.replies, self.turn, self.asked = queue.SimpleQueue(), threading.Lock(), 0
         threading.Thread(target=listen, args=(self.process.stdout, self.replies), daemon=True).start()
-        # At this process's end, too.
-        self.end = weakref.finalize(self, finish, self.process, self.folder, handle, self.log)
+        # At this process's end, too; not at a fork's.
+        self.end = weakref.finalize(self, finish, os.getpid(), self.process, self.folder, handle, self.log)
         try:
             self.send(arguments)
             ready = self.reply(0)
@@ -169,8 +172,10 @@ def listen(stream, replies: queue.SimpleQueue) -> None:
     replies.put(None)
 
 
-def finish(process: subprocess.Popen, folder: Path, handle: int, log: Path) -> None:
+def finish(owner: int, process: subprocess.Popen, folder: Path, handle: int, log: Path) -> None:
     """End the engine with all its processes, then its folder, and its log if it ended well."""
+    if os.getpid() != owner:
+        return
     with suppress(BrokenPipeError):
         process.stdin.close()
     until = time.monotonic() + GRACE

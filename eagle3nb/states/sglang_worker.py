@@ -45,6 +45,7 @@ def main() -> int:
         except Exception as error:
             reply(id=request["id"], error=said(error))
     engine.shutdown()
+    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)  # after all that could write into it
     return 0
 
 
@@ -62,12 +63,12 @@ def run(engine, *, id: int, rows, sampling: dict, states: bool) -> list[dict]:
 
 
 def listen(requests: queue.SimpleQueue) -> None:
-    """Lines into the queue; after the last one, the end of this process and of all that it started."""
+    """Lines into the queue; after the last one, if need be by force, the end of this process and of all its own."""
     for line in sys.stdin:
         requests.put(json.loads(line))
     requests.put(None)
-    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
     time.sleep(GRACE)
+    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
     if os.getpgrp() == os.getpid():  # as it is started by sglang_process; in a group of others', none of them
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

@@ -1,64 +1,163 @@
 """Extraction: every row of the merged corpus through the target, into the store.
 
-Rows are sorted by length for batching inside one shard's range and put back in order, so a shard's content depends on
-nothing but its rows. The lm_head runs only where a teacher is needed (p with l[p] l[p+1] = 1), in chunks: training then
-never sees the whole vocabulary. A killed extraction goes on with the first shard that is not in the manifest.
+A shard's content depends on nothing but its rows, so any process can make any shard alone. Processes that call
+`extract` on one folder share its shards: each claims one, makes it, goes on with the next that is free, and returns
+when the store is whole; what a killed process had begun is free at once. While a shard is encoded and written, the next
+one is in the target (Background). So two are open at most, which is what a kill loses.
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from eagle3nb.corpus.masks import teacher_positions
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.errors import UserError
 from eagle3nb.files import disk_free, shown
-from eagle3nb.lock import only_one
 from eagle3nb.progress import progress
 from eagle3nb.states import store as stores
 from eagle3nb.states import target as targets
+from eagle3nb.states.forward import batches, check_finite, check_ids, shard, teacher  # noqa: F401 (known as ours)
 from eagle3nb.states.plan import states_bytes
 
-LOGITS_BYTES = 1 << 26  # of one chunk of teacher logits in float32
+POLL = 0.5  # seconds between looks at what other processes still hold
+CLOCK = ("forward_s", "teacher_s", "gather_s", "wait_s", "others_s", "write_s")
 
 
 def extract(corpus: Corpus, target, folder: str | Path, *, dtype: str, batch_tokens: int, shard_tokens: int,
             limit: int = 0) -> dict:
     """Write the store of `corpus` (its first `limit` rows; 0: all), or finish the one that stands.
 
-    batch_tokens: padded tokens of one forward; shard_tokens: bound of one shard, which is held in memory. Returns
-    counts, seconds and rates. Raises UserError for a row that the target cannot take, states that are not finite, a
-    full disk, and a store of something else standing in `folder`.
+    batch_tokens: padded tokens of one forward; shard_tokens: bound of one shard, of which two are held in memory. Other
+    processes may call this on the same folder at any time.
+
+    Returns counts and seconds. Of this process: "extracted_tokens", "shards_made", and "seconds" in all, of which
+    "forward_s", "teacher_s", "gather_s" (states checked and put in place), "wait_s" (for a shard to be written) and
+    "others_s" (for other processes) follow one another; "write_s" ran beside them. "tokens_per_s" leaves others_s out.
+    Of the store: "shards_kept" stood before, "shards_by_others" came meanwhile.
+
+    Raises UserError for a row that the target cannot take, states that are not finite, a full disk, and a store of
+    something else standing in `folder`; shards that were finished before stay.
     """
-    stores.dtype_of(dtype)
+    kind = stores.dtype_of(dtype)
+    if dtype == "fp8_e4m3":
+        kind = target.dtype  # exact, and where the target computes in bf16 half the memory
     folder = Path(folder)
     rows = min(limit, len(corpus)) if limit else len(corpus)
     lengths = corpus.index["tokens"].to_numpy(np.int64)[:rows]
     check_corpus(corpus, lengths, target.facts)
     sizes = {"hidden": target.facts.hidden, "vocab": target.facts.vocab, "rows": rows, "tokens": int(lengths.sum())}
     ranges = stores.shard_ranges(lengths, shard_tokens)
-    with only_one(folder / ".lock", wait=False, busy=f"another extraction is writing to {shown(folder)}; wait for it"):
-        writer = stores.open_writer(folder, fingerprint(corpus, target, rows, dtype, shard_tokens), sizes)
-        left = [r for r in ranges if r not in writer.done]
-        check_disk(folder, target.facts, corpus, left, lengths, dtype)
-        if not writer.manifest["head"]:
-            writer.write_head(head_of(target))
-        clock, began = {"forward_s": 0.0, "teacher_s": 0.0, "write_s": 0.0}, time.perf_counter()
-        todo = int(sum(lengths[first : last + 1].sum() for first, last in left))
-        with progress(todo, "extraction", "tokens") as bar:
-            for first, last in left:
-                tensors = shard(corpus, target, first, last, stores.dtype_of(dtype), batch_tokens, clock, bar)
-                started = time.perf_counter()
-                writer.write(first, last, tensors)
-                clock["write_s"] += time.perf_counter() - started
-        seconds = time.perf_counter() - began
+    tokens = {(first, last): int(lengths[first : last + 1].sum()) for first, last in ranges}
+    writer = stores.open_writer(folder, fingerprint(corpus, target, rows, dtype, shard_tokens), sizes)
+    left = missing(writer, tokens)
+    check_disk(folder, target.facts, corpus, left, lengths, dtype)
+    if not writer.manifest["head"]:
+        writer.write_head(head_of(target))
+    clock, began = dict.fromkeys(CLOCK, 0.0), time.perf_counter()
+    with progress(sum(tokens[r] for r in left), "extraction", "tokens") as bar:
+        made = share(corpus, target, writer, tokens, kind, batch_tokens, clock, bar)
+    seconds, count = time.perf_counter() - began, sum(tokens[r] for r in made)
     shards = writer.manifest["shards"]
     return {"rows": rows, "tokens": sizes["tokens"], "teacher_positions": sum(s["teacher"] for s in shards),
-            "shards": len(shards), "shards_kept": len(ranges) - len(left), "dtype": dtype,
-            "bytes": sum(entry["bytes"] for entry in stores.files_of(writer.manifest)), "extracted_tokens": todo,
-            "seconds": seconds, "tokens_per_s": todo / seconds if todo else 0.0, **clock}
+            "shards": len(shards), "shards_kept": len(ranges) - len(left), "shards_made": len(made),
+            "shards_by_others": len({*left} - {*made}), "dtype": dtype,
+            "bytes": sum(entry["bytes"] for entry in stores.files_of(writer.manifest)), "extracted_tokens": count,
+            "seconds": seconds, "tokens_per_s": count / (seconds - clock["others_s"]) if count else 0.0, **clock}
+
+
+def share(corpus, target, writer, tokens: dict, dtype: torch.dtype, batch_tokens: int, clock: dict, bar) -> list:
+    """Make every shard of `tokens` ({(first, last): its tokens}) that no other process makes; returns those made here.
+
+    Ends when all stand. What another process holds is waited for, and taken over where that process dies.
+    """
+    made = []
+    with Background(writer, clock) as background:
+        while left := missing(writer, tokens):
+            before = len(made)
+            for first, last in left:
+                with ExitStack() as claim:
+                    if not claim.enter_context(writer.claim(first, last)):
+                        continue
+                    expect(bar, tokens, made, missing(writer, tokens))
+                    tensors = shard(corpus, target, first, last, dtype, batch_tokens, clock, bar, background.check)
+                    background.hand(first, last, tensors, claim.pop_all())
+                made.append((first, last))
+            background.wait()
+            if len(made) == before:
+                expect(bar, tokens, made, left)
+                bar.advance(0, "waits for other processes")
+                time.sleep(POLL)
+                clock["others_s"] += POLL
+        expect(bar, tokens, made, [])
+    return made
+
+
+def missing(writer, ranges) -> list[tuple[int, int]]:
+    done = writer.done
+    return [r for r in ranges if r not in done]
+
+
+def expect(bar, tokens: dict, made: list, left: list) -> None:
+    """The bar's total: what was made here, and what nobody has made so far."""
+    bar.expect([sum(tokens[r] for r in {*made, *left})])
+
+
+class Background:
+    """Encodes and writes one shard in a thread, while the next is made. Its claim ends when it stands.
+
+    What goes wrong there is raised here, at the next batch at the latest; where this block ends by an error of its own,
+    the shard that is being written is finished first.
+    """
+
+    def __init__(self, writer, clock: dict):
+        self.writer, self.clock, self.writing = writer, clock, None
+        self.thread = ThreadPoolExecutor(1, "writer")
+
+    def hand(self, first: int, last: int, tensors: dict, claim: ExitStack) -> None:
+        """Waits for the shard before, so that two at most are in memory."""
+        with claim:
+            self.wait()
+            self.writing = self.thread.submit(self.write, first, last, tensors, claim.pop_all())
+
+    def write(self, first: int, last: int, tensors: dict, claim: ExitStack) -> None:
+        began, name = time.perf_counter(), stores.shard_name(first, last)
+        with claim:
+            try:
+                self.writer.write(first, last, tensors)
+            except Exception as error:
+                if not isinstance(error, UserError):
+                    error.add_note(f"while {name} was written")
+                elif name not in str(error):
+                    raise UserError(f"{name}: {error}") from error
+                raise
+        self.clock["write_s"] += time.perf_counter() - began
+
+    def check(self) -> None:
+        """Raises what went wrong, if anything has so far."""
+        if self.writing and self.writing.done():
+            self.wait()
+
+    def wait(self) -> None:
+        began, (writing, self.writing) = time.perf_counter(), (self.writing, None)
+        if writing:
+            writing.result()
+        self.clock["wait_s"] += time.perf_counter() - began
+
+    def __enter__(self) -> "Background":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        try:
+            self.wait()
+        except Exception:
+            if kind is None:
+                raise
+        finally:
+            self.thread.shutdown()
 
 
 def fingerprint(corpus: Corpus, target, rows: int, dtype: str, shard_tokens: int) -> dict:
@@ -84,8 +183,8 @@ def check_corpus(corpus: Corpus, lengths, facts) -> None:
 
 def check_disk(folder: Path, facts, corpus: Corpus, left, lengths, dtype: str) -> None:
     """Refuse to begin what cannot end: the rest must fit the free space."""
-    teacher = corpus.index["teacher_positions"].to_numpy(np.int64)
-    tokens, positions = (int(sum(part[first : last + 1].sum() for first, last in left)) for part in (lengths, teacher))
+    needing = corpus.index["teacher_positions"].to_numpy(np.int64)
+    tokens, positions = (int(sum(part[first : last + 1].sum() for first, last in left)) for part in (lengths, needing))
     needed, free = states_bytes(facts, tokens, positions, dtype) if left else 0, disk_free(folder)
     if needed > free:
         raise UserError(f"the states need {needed / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free at {shown(folder)}; "
@@ -98,80 +197,3 @@ def head_of(target) -> dict:
     if not target.facts.tie_embedding:
         tensors["lm_head"] = targets.lm_head(target.dir)
     return tensors
-
-
-def batches(lengths, batch_tokens: int) -> list[list[int]]:
-    """Indices, longest first, in batches of at most `batch_tokens` tokens with their padding; at least one row each."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    made = []
-    for i in order:
-        if made and (len(made[-1]) + 1) * lengths[made[-1][0]] <= batch_tokens:
-            made[-1].append(i)
-        else:
-            made.append([i])
-    return made
-
-
-def shard(corpus: Corpus, target, first: int, last: int, dtype: torch.dtype, batch_tokens: int, clock: dict,
-          bar) -> dict:
-    """The tensors of one shard, as store.py lays them out."""
-    rows = [corpus.row(i) for i in range(first, last + 1)]
-    positions = [teacher_positions(mask) for _, mask in rows]
-    offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in rows])])
-    last_offsets = np.concatenate([[0], np.cumsum([len(p) for p in positions])])
-    N, S, h = offsets[-1], last_offsets[-1], target.facts.hidden
-    out = {"input_ids": torch.from_numpy(np.concatenate([ids for ids, _ in rows])),
-           "loss_mask": torch.from_numpy(np.concatenate([mask for _, mask in rows])),
-           "aux": torch.empty(N, 3 * h, dtype=dtype), "last": torch.empty(S, h, dtype=dtype),
-           "last_positions": torch.from_numpy(np.concatenate(positions).astype(np.int32)),
-           "teacher_argmax": torch.empty(S, dtype=torch.int32), "teacher_lse": torch.empty(S, dtype=torch.float32),
-           "row_offsets": torch.from_numpy(offsets.astype(np.int64)),
-           "last_offsets": torch.from_numpy(last_offsets.astype(np.int64)), "rows": torch.arange(first, last + 1)}
-    check_ids(out["input_ids"], target.facts.vocab, first, offsets)
-    for batch in batches(np.diff(offsets), batch_tokens):
-        started = time.perf_counter()
-        states = target.capture([rows[i][0] for i in batch])
-        forwarded = time.perf_counter()
-        for i, (aux, final) in zip(batch, states, strict=True):
-            check_finite(aux, final, first + i, target.layers)
-            place = slice(last_offsets[i], last_offsets[i + 1])
-            final = final[torch.from_numpy(positions[i]).to(final.device)]  # [S_i, h], in the target's dtype
-            out["aux"][offsets[i] : offsets[i + 1]] = aux
-            out["last"][place] = final
-            out["teacher_argmax"][place], out["teacher_lse"][place] = teacher(target, final)
-        bar.advance(int(sum(offsets[i + 1] - offsets[i] for i in batch)))
-        clock["forward_s"] += forwarded - started
-        clock["teacher_s"] += time.perf_counter() - forwarded
-    return out
-
-
-def teacher(target, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(argmax int32 [S], log-sum-exp fp32 [S]) over the whole vocabulary, from states in the target's own dtype."""
-    chunk = max(1, LOGITS_BYTES // (4 * target.facts.vocab))
-    argmax, lse = [torch.empty(0, dtype=torch.int32)], [torch.empty(0)]
-    for part in last.split(chunk) if len(last) else ():
-        logits = target.logits(part).float()  # [chunk, V]
-        argmax.append(logits.argmax(-1).int().cpu())
-        lse.append(logits.logsumexp(-1).cpu())
-    return torch.cat(argmax), torch.cat(lse)
-
-
-def check_ids(ids: torch.Tensor, vocab: int, first: int, offsets) -> None:
-    wrong = ((ids < 0) | (ids >= vocab)).nonzero()
-    if len(wrong):
-        at = int(wrong[0])
-        row = int(np.searchsorted(offsets, at, side="right")) - 1
-        raise UserError(f"row {first + row} of the corpus holds id {int(ids[at])}, beyond the target's vocabulary of "
-                        f"{vocab}; merge again with this target")
-
-
-def check_finite(aux: torch.Tensor, last: torch.Tensor, row: int, layers) -> None:
-    """UserError naming row, token and layer of the first NaN or infinity."""
-    if aux.isfinite().all() and last.isfinite().all():
-        return
-    names = [*(f"layer {layer}" for layer in layers), "the last layer"]
-    for name, part in zip(names, [*aux.chunk(3, dim=-1), last], strict=True):
-        bad = (~part.isfinite().all(-1)).nonzero()
-        if len(bad):
-            raise UserError(f"row {row}, token {int(bad[0])}: {name} is not finite; check the target's weights and "
-                            "dtype (fp16 overflows)")

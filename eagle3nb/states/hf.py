@@ -33,6 +33,7 @@ class TransformersTarget:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = load(self.dir, dtype).to(self.device).eval().requires_grad_(False)
         self.body = text_backbone(self.model)
+        self.body.config.output_hidden_states = False  # some checkpoints ask for all layers, whoever calls
         self.head = self.model.get_output_embeddings()
         self.kept = {}  # captured layer → its last output [B, T, h]
         for layer in self.layers:  # hidden_states[i] is the output of layer i − 1
@@ -51,10 +52,12 @@ class TransformersTarget:
     def capture(self, rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(aux [T, 3h], last [T, h]) of each row of ids, in one right-padded batch. The lm_head is not run."""
         width = max(len(ids) for ids in rows)
-        batch = torch.zeros(len(rows), width, dtype=torch.long)
+        # Pinned for a GPU, so that the copy does not wait for the forward before.
+        batch = torch.zeros(len(rows), width, dtype=torch.long, pin_memory=self.device.type == "cuda")
         for ids, row in zip(rows, batch, strict=True):
             row[: len(ids)] = torch.as_tensor(ids)
-        last = self.body(input_ids=batch.to(self.device), use_cache=False).last_hidden_state  # [B, T, h]
+        ids = batch.to(self.device, non_blocking=True)
+        last = self.body(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, h]
         aux = self.aux()
         return [(aux[i, : len(ids)], last[i, : len(ids)]) for i, ids in enumerate(rows)]
 

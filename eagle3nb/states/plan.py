@@ -78,7 +78,7 @@ def extraction_memory(folder: str | Path, *, batch_tokens: int, shard_tokens: in
     larger counts; the states of the batch before are still held. device "cuda": weights and batch lie on the GPUs
     ("device"), of all of them together; "cpu": everything is host memory. engine=transformers computes in fp32.
     """
-    from eagle3nb.states.extract import LOGITS_BYTES  # here, since that module imports this one
+    from eagle3nb.states.forward import LOGITS_BYTES  # torch only here
 
     facts, c = facts_of(folder), read_json(Path(folder) / "config.json")
     c = c.get("text_config") or c

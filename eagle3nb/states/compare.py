@@ -18,6 +18,8 @@ from eagle3nb.states.parameters import experts_of
 # ones by 4e-6, 0.01 and 0.14; a rope_theta ten times too small by 0.13, the next layer by 0.2.
 LIMITS = {torch.float32: (2e-3, 2e-3), torch.float16: (2e-2, 1e-2), torch.bfloat16: (2e-1, 5e-2)}
 
+OTHER_ENGINE = "use another version of the engine, or the other engine"
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -103,20 +105,21 @@ def explain_layer(place: int, table, states, truth, layers, allowed: Tolerance) 
     mine, right = chunks(states, place), [s.residual[layer] for s in truth]
     kind, i, j = misplaced(mine, right, allowed)
     if kind == "row":
-        return f"{what} of row {i} is that of row {j}: the engine gives rows back in another order"
+        return f"{what} of row {i} is that of row {j}: the engine gives rows back in another order; {OTHER_ENGINE}"
     if kind:
-        return f"{what} is that layer's, but one token too {kind}: states and tokens are shifted against one another"
+        return (f"{what} is that layer's, but one token too {kind}: states and tokens are shifted against one another; "
+                f"{OTHER_ENGINE}")
+    if median(own) <= allowed.middle:
+        row, token = locate(own, mine)
+        return (f"{what} is that layer's, but off by {float(own.max()):.2g} at row {row}, token {token} (at most "
+                f"{allowed.limit:g} is rounding): a kernel or the batching is at fault; {OTHER_ENGINE}")
     starts = torch.tensor([0, *(len(part) for part in mine[:-1])]).cumsum(0)
     if median(own[starts]) <= allowed.middle:
         return (f"{what} agrees at the first token of each row and is off by {median(own):.2g} at the others: "
                 "attention or positions are not the checkpoint's; compare the engine's RoPE (theta, scaling) with "
                 "config.json")
-    if median(own) <= allowed.middle:
-        row, token = locate(own, mine)
-        return (f"{what} is that layer's, but off by {float(own.max()):.2g} at row {row}, token {token} (at most "
-                f"{allowed.limit:g} is rounding); the batching or a kernel is at fault")
     return (f"{what} differs from every layer of the checkpoint, by {median(own):.2g} a token from layer {layer}; the "
-            "engine runs other weights than those of `target`")
+            "engine runs other weights; give it the directory of `target`, unchanged")
 
 
 def misplaced(mine, right, allowed: Tolerance) -> tuple[str, int, int]:
@@ -160,17 +163,19 @@ def explain_last(found, mine, right, allowed: Tolerance) -> str:
         return "probe: the last hidden state has gone through the final norm twice; the store needs it once"
     kind, i, j = misplaced(mine, right, allowed)
     if kind == "row":
-        return f"probe: the last state of row {i} is that of row {j}: the engine gives rows back in another order"
+        return (f"probe: the last state of row {i} is that of row {j}: the engine gives rows back in another order; "
+                f"{OTHER_ENGINE}")
     if kind:
         return (f"probe: the last hidden state stands one token too {kind}: states and tokens are shifted against one "
-                "another")
+                f"another; {OTHER_ENGINE}")
     own = found["after the final norm"]
     if median(own) <= allowed.middle:
         row, token = locate(own, mine)
         return (f"probe: the last hidden state is off by {float(own.max()):.2g} at row {row}, token {token} (at most "
-                f"{allowed.limit:g} is rounding); the batching or a kernel is at fault")
+                f"{allowed.limit:g} is rounding): a kernel or the batching is at fault; {OTHER_ENGINE}")
     return (f"probe: the last hidden state differs by {median(own):.2g} a token from the checkpoint's, with or without "
-            "the final norm; the engine runs another final norm or other last layers")
+            "the final norm: the engine runs another final norm or other last layers; give it the directory of "
+            "`target`, unchanged")
 
 
 def locate(values: torch.Tensor, rows) -> tuple[int, int]:

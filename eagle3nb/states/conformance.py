@@ -11,7 +11,7 @@ from eagle3nb.corpus.merged import vocabulary_hash
 from eagle3nb.errors import UserError
 from eagle3nb.files import shown
 from eagle3nb.states import target as targets
-from eagle3nb.states.compare import Tolerance, chunks, errors, locate, median, misplaced, over_rows
+from eagle3nb.states.compare import OTHER_ENGINE, Tolerance, chunks, errors, locate, median, misplaced, over_rows
 from eagle3nb.states.reference import logit_changes
 
 AGREE = 0.97  # share of greedy tokens that the right reading of `last` must predict
@@ -35,7 +35,8 @@ def captured(target, rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The engine's states of some rows, on the CPU: as many as there are tokens, of the right width, finite."""
     states = [(aux.cpu(), last.cpu()) for aux, last in target.capture(rows)]
     if len(states) != len(rows):
-        raise UserError(f"probe: {len(rows)} rows went into the engine, the states of {len(states)} came back")
+        raise UserError(f"probe: {len(rows)} rows went into the engine, the states of {len(states)} came back; "
+                        f"{OTHER_ENGINE}")
     for i, (ids, (aux, last)) in enumerate(zip(rows, states, strict=True)):
         for name, part, width in (("aux", aux, 3 * target.facts.hidden), ("last", last, target.facts.hidden)):
             if len(part) < len(ids):
@@ -98,12 +99,13 @@ def explain_batch(what: str, mine, right, found, chosen, allowed: Tolerance) -> 
     kind, i, j = misplaced(mine, right, allowed)
     if kind == "row":
         return (f"row {chosen[i]} of the corpus gets the states of row {chosen[j]} at {what}: the engine gives a batch "
-                "back in another order")
+                f"back in another order; {OTHER_ENGINE}")
     if kind:
-        return f"the states of {what} stand one token too {kind}; the engine's padding shifts them"
+        return f"the states of {what} stand one token too {kind}: the engine's padding shifts them; {OTHER_ENGINE}"
     row, token = locate(torch.cat(found), mine)
     return (f"row {chosen[row]} of the corpus is not what it is alone: {what} is off by {float(found[row].max()):.2g} "
-            f"at token {token} (at most {allowed.limit:g} is rounding); the engine's batching mixes rows")
+            f"at token {token} (at most {allowed.limit:g} is rounding): the engine's batching mixes rows; "
+            f"{OTHER_ENGINE}")
 
 
 def order_of_tokens(target, sequences, allowed: Tolerance) -> dict:
@@ -121,11 +123,11 @@ def order_of_tokens(target, sequences, allowed: Tolerance) -> dict:
         what = "the last hidden state" if place == 3 else f"what is captured as layer {target.layers[place]}"
         if not allowed.fits(moved[:t]):
             raise UserError(f"probe: token {t} of a row was changed, and {what} changed from token {changed[0]} on: "
-                            "states stand before their tokens, or tokens see what comes after them")
+                            f"states stand before their tokens, or tokens see what comes after them; {OTHER_ENGINE}")
         if moved[t] <= allowed.limit:
             where = f"only from token {changed[0]} on" if changed else "nowhere"
             raise UserError(f"probe: token {t} of a row was changed, and {what} changed {where}: states stand behind "
-                            "their tokens, or belong to another row")
+                            f"their tokens, or belong to another row; {OTHER_ENGINE}")
         least = min(least, float(moved[t]))
     return {"token": t, "error": least}
 
@@ -215,7 +217,8 @@ def logits_error(target, states, truth, allowed: Tolerance) -> float:
     found = torch.cat([errors(target.logits(last), s.logits) for (_, last), s in zip(states, truth, strict=False)])
     if not allowed.fits(found) and not logit_changes(target.dir):
         raise UserError(f"probe: lm_head(last) differs from the checkpoint's logits by {median(found):.2g} a token: "
-                        "something lies between head and logits that the drafter's teacher would lack")
+                        "something lies between head and logits that the drafter's teacher would lack; take a target "
+                        "without it")
     return float(found.max())
 
 

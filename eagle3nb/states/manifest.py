@@ -5,6 +5,7 @@
     states/shard-0000000-0000123.safetensors   rows 0 to 123 of the merged order
     states/<one of these>.<pid>.partial        being written
     states/<one of these>.claim                whose it is to write, while a process holds its lock
+    states/.lock                               held by all that write the store, and alone by what deletes it
 
 The manifest ends with the checksum of every byte before it, so that no byte of it can change unseen either.
 """
@@ -20,7 +21,7 @@ from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, shown
 
 SCHEMA = 2
-MANIFEST, HEAD = "manifest.json", "head.safetensors"
+MANIFEST, HEAD, LOCK = "manifest.json", "head.safetensors", ".lock"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn}
 OWN = re.compile(r"(shard-\d{7,}-\d{7,}\.safetensors|head\.safetensors|manifest\.json)(\.\d+\.partial|\.claim)?")
 BLOCK = 1 << 23  # bytes of one read

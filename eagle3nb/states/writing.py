@@ -1,10 +1,10 @@
 """Writing a store: any number of processes, on shards of their own, killed at any moment.
 
-    writer = open_writer(folder, fingerprint, sizes)      # each process its own
-    for first, last in ranges:
-        with writer.claim(first, last) as mine:           # False: it stands, or a living process has it
-            if mine:
-                writer.write(first, last, tensors)
+    with open_writer(folder, fingerprint, sizes) as writer:       # each process its own
+        for first, last in ranges:
+            with writer.claim(first, last) as mine:               # False: it stands, or a living process has it
+                if mine:
+                    writer.write(first, last, tensors)
 
 A claim is a lock (flock) on `<shard>.claim`, which the system frees when its process ends, however it ends. A shard is
 written beside its name, fsynced, renamed, and only then entered in the manifest; the manifest is read, added to and
@@ -15,13 +15,16 @@ a process that died, belongs to whoever gets the claim next.
 import fcntl
 import os
 import re
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import shown, sync_folder
+from eagle3nb.progress import progress
 from eagle3nb.states.manifest import (
     HEAD,
+    LOCK,
     MANIFEST,
     OWN,
     SCHEMA,
@@ -40,6 +43,13 @@ class ShardWriter:
     def __init__(self, folder: Path, dtype: str | None):
         self.folder, self.dtype = folder, dtype
         self.held = set()  # names of files that this writer has claimed
+        self.close = lambda: None
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     @property
     def manifest(self) -> dict:
@@ -128,8 +138,9 @@ def open_writer(folder: str | Path, fingerprint: dict, sizes: dict) -> ShardWrit
     """Begin a store, or go on with the one that stands if it is the same by fingerprint.
 
     sizes: {"hidden", "vocab", "rows", "tokens"}. Files of ours that no manifest knows and no living process writes are
-    removed; a shard whose file is gone, cut short or not what was written (its checksum is read: the store once, at the
-    disk's speed) is forgotten, so it is made again.
+    removed; a shard whose file is gone, cut short or not what was written is forgotten, so it is made again. For that
+    the checksums of all are read, at the disk's speed, unless others are writing the store: the first of them has done
+    it. `.lock` is held (shared) until the writer is closed, in a `with` or by close(), or its process ends.
     """
     folder = Path(folder)
     try:
@@ -137,23 +148,64 @@ def open_writer(folder: str | Path, fingerprint: dict, sizes: dict) -> ShardWrit
     except OSError as error:
         raise UserError(f"cannot write {shown(folder)}: {error.strerror}; choose another work_dir") from error
     writer = ShardWriter(folder, fingerprint.get("dtype"))
+    alone, handle = joined_others(folder / LOCK)
+    writer.close = weakref.finalize(writer, os.close, handle)
     with claimed(folder / MANIFEST, wait=True):
         remove_partials(folder, MANIFEST)
         if (folder / MANIFEST).exists():
             same_store(folder, read_manifest(folder)["fingerprint"], fingerprint)
         else:
             write_manifest(folder, {"schema": SCHEMA, "fingerprint": fingerprint, **sizes, "head": None, "shards": []})
-    forget(writer, [entry["file"] for entry in files_of(writer.manifest) if not same(folder, entry)])
+    if alone:
+        check_standing(writer)
+    share(handle)
     remove_unknown(writer)
     return writer
 
 
+def joined_others(path: Path) -> tuple[bool, int]:
+    """(whether no other writer has this lock, the open file with it).
+
+    The first writer has it alone until what stands is checked, then all share it; what deletes stores (reclaim) wants
+    it alone. Where it cannot even be shared, another is still checking, or our caller keeps all others out.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UserError(f"cannot write {shown(path)}: {error.strerror}; make its folder writable") from error
+    try:
+        return lock(handle, path, fcntl.LOCK_EX | fcntl.LOCK_NB) or not share(handle), handle
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def share(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def check_standing(writer: ShardWriter) -> None:
+    """Forget what is not what was written. Each file is checked within its claim, so processes that begin together
+    share the work, and none forgets what another has just made again."""
+    entries = files_of(writer.manifest)
+    if not entries:
+        return
+    with progress(sum(entry["bytes"] for entry in entries), "checksums of what stands", "bytes") as bar:
+        for entry in entries:
+            with writer.claimed(entry["file"]) as mine:
+                if mine and not same(writer.folder, entry, bar.advance) and entry in files_of(writer.manifest):
+                    forget(writer, [entry["file"]])
+
+
 def forget(writer: ShardWriter, names: list[str]) -> None:
-    """Take files out of the manifest: they are to be made again."""
-    if names:
-        writer.enter(lambda manifest: manifest | {
-            "shards": [shard for shard in manifest["shards"] if shard["file"] not in names],
-            "head": manifest["head"] if manifest["head"] and manifest["head"]["file"] not in names else None})
+    """Take files out of the manifest: they are to be made again, or not needed any more."""
+    writer.enter(lambda manifest: manifest | {
+        "shards": [shard for shard in manifest["shards"] if shard["file"] not in names],
+        "head": manifest["head"] if manifest["head"] and manifest["head"]["file"] not in names else None})
 
 
 def remove_unknown(writer: ShardWriter) -> None:
@@ -207,7 +259,7 @@ def claimed(path: Path, wait: bool = False):
             raise UserError(f"cannot write {shown(claim)}: {error.strerror}; free space, or make its folder writable"
                             ) from error
         try:
-            locked = lock(handle, claim, wait)
+            locked = lock(handle, claim, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if locked and not current(handle, claim):
                 continue
             try:
@@ -220,9 +272,10 @@ def claimed(path: Path, wait: bool = False):
             os.close(handle)
 
 
-def lock(handle: int, path: Path, wait: bool) -> bool:
+def lock(handle: int, path: Path, how: int) -> bool:
+    """False where another has it and `how` does not wait."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(handle, how)
     except BlockingIOError:
         return False
     except OSError as error:

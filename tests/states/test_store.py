@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from eagle3nb.cli import main
 from eagle3nb.corpus.masks import teacher_positions
 from eagle3nb.errors import UserError
-from eagle3nb.states import extract as extraction
 from eagle3nb.states import manifest as manifests
 from eagle3nb.states import store as stores
 from eagle3nb.states import writing
@@ -144,7 +143,7 @@ def flips(folder, name, count, seed=0):
 def test_any_flipped_byte_is_found(dtype, tmp_path):
     """By verify, which names the file; by the reader too, where it is a byte of what is read."""
     folder = small(tmp_path, dtype)
-    for file in sorted(file.name for file in folder.iterdir()):
+    for file in sorted(file.name for file in folder.iterdir() if file.stat().st_size):
         rows = re.findall(r"\d+", file)
         named = f"{file} .rows {int(rows[0])} to {int(rows[1])}. " if rows else file
         for _ in flips(folder, file, 120):
@@ -381,11 +380,6 @@ def test_another_dtype_is_refused_in_one_line(corpus, target, tmp_path):
     with pytest.raises(UserError, match="'int4' cannot be written; choose one of bf16, fp32, fp8_e4m3"):
         extract(corpus, target, tmp_path / "s", **{**SETTINGS, "dtype": "int4"})
     assert not (tmp_path / "s").exists()
-
-
-def test_a_second_extraction_into_the_same_folder_is_refused(copy, corpus, target):
-    with extraction.only_one(copy / ".lock"), pytest.raises(UserError, match="another extraction is writing"):
-        extract(corpus, target, copy, **SETTINGS)
 
 
 KILLED = """

@@ -14,8 +14,9 @@ import shards
 import torch
 
 from eagle3nb.errors import UserError
+from eagle3nb.lock import only_one
 from eagle3nb.states import manifest as manifests
-from eagle3nb.states import writing
+from eagle3nb.states import reclaim, writing
 from eagle3nb.states.quantise import encode
 from eagle3nb.states.shard import as_stored, write_tensors
 from eagle3nb.states.store import Store, open_writer
@@ -90,6 +91,37 @@ def test_a_claim_is_one_writers_until_it_ends(tmp_path):
     with one.claim(3, 3) as mine:
         assert mine
     assert not list(tmp_path.glob("*.claim"))
+
+
+def test_the_first_writer_checks_what_stands_and_those_who_join_do_not(tmp_path, monkeypatch):
+    fill(tmp_path)
+    made, read = writing.same, []
+    monkeypatch.setattr(writing, "same", lambda folder, entry, *more: read.append(entry["file"])
+                        or made(folder, entry, *more))
+
+    def files():
+        found = list(read)
+        read.clear()
+        return len(found)
+
+    with opened(tmp_path):
+        assert files() == 4
+        with opened(tmp_path), opened(tmp_path):
+            assert files() == 0
+    with only_one(tmp_path / ".lock"), opened(tmp_path):  # a caller that keeps others out
+        assert files() == 4
+    last = opened(tmp_path)
+    assert files() == 4
+    del last  # as good as closed
+    with opened(tmp_path):
+        assert files() == 4
+
+
+def test_a_store_that_is_written_is_not_reclaimed(tmp_path):
+    fill(tmp_path / "states")
+    with opened(tmp_path / "states"), pytest.raises(UserError, match="is being written by an extraction"):
+        reclaim.checked([str(tmp_path / "states")], protect=[])
+    assert [item.kind for item in reclaim.checked([str(tmp_path / "states")], protect=[])] == ["store"]
 
 
 def test_one_claim_in_many_threads(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from eagle3nb.corpus.decision import Tally, accounting_lines
 from eagle3nb.corpus.rows import Rows
@@ -60,9 +61,16 @@ def index(rows: Rows, chosen: Selection, names: list[str]) -> pd.DataFrame:
         frame[name] = column[values].astype(np.int32)
     frame["copy"] = chosen.copy.astype(np.int32)
     frame["validation"] = np.arange(len(frame)) >= len(frame) - chosen.held
-    frame["xxh3"] = [value.hex() for value in rows.ids_hash[chosen.rows].tolist()]
-    frame["mask_xxh3"] = [value.hex() for value in rows.mask_hash[chosen.rows].tolist()]
+    frame["xxh3"], frame["mask_xxh3"] = _hex(rows.ids_hash[chosen.rows]), _hex(rows.mask_hash[chosen.rows])
     return frame
+
+
+def _hex(hashes: np.ndarray):
+    """Strings of V16[R] or V8[R], without a Python object for each."""
+    width = 2 * hashes.itemsize
+    offsets = np.arange(0, width * len(hashes) + 1, width, dtype=np.int64)
+    return pd.array(pa.LargeStringArray.from_buffers(
+        len(hashes), pa.py_buffer(offsets), pa.py_buffer(hashes.tobytes().hex().encode())), dtype="str")
 
 
 def account(report: dict) -> list[dict]:

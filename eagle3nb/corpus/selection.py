@@ -144,8 +144,8 @@ def _keys(ids_hash: np.ndarray, occurrence: np.ndarray, seed: int) -> np.ndarray
     packed = np.empty((len(ids_hash), 24), np.uint8)
     packed[:, :16] = ids_hash.view(np.uint8).reshape(-1, 16)
     packed[:, 16:] = occurrence.astype("<i8").view(np.uint8).reshape(-1, 8)
-    key = seed % (1 << 64)
-    return np.array([xxhash.xxh3_64_intdigest(row, key) for row in packed.view("V24").ravel().tolist()], np.uint64)
+    rows, key = packed.view("V24").ravel(), seed % (1 << 64)
+    return np.fromiter((xxhash.xxh3_64_intdigest(row, key) for row in rows), np.uint64, len(rows))
 
 
 def _first(mine: np.ndarray, key: np.ndarray, rank: np.ndarray, count: int) -> np.ndarray:

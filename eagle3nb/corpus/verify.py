@@ -16,8 +16,6 @@ from eagle3nb.corpus.scan import pool_of, processes_for, scan
 from eagle3nb.errors import UserError
 from eagle3nb.files import shown, xxh3_file
 
-COLUMNS = ("tokens", "supervised", "bytes", "xxh3", "mask_xxh3")
-
 
 def verify(out_dir: str | Path, processes: int = 0) -> dict:
     """Read merged.jsonl back: every row against the index (order, ids, mask, counts), every byte and all of the index
@@ -27,22 +25,26 @@ def verify(out_dir: str | Path, processes: int = 0) -> dict:
     """
     corpus = Corpus.open(out_dir)
     _books(corpus)
-    path, told = Path(out_dir) / ROWS, {name: corpus.index[name].tolist() for name in COLUMNS}
-    source, seen, hashes, lines = Source("corpus", path.parent, (path,)), 0, {"xxh3": [], "mask_xxh3": []}, []
+    path, seen, hashes = Path(out_dir) / ROWS, 0, {"xxh3": bytearray(), "mask_xxh3": bytearray()}
+    source, lines = Source("corpus", path.parent, (path,)), xxhash.xxh3_128()
     with pool_of(processes_for(path.stat().st_size, processes), Reading(Rules(1 << 40))) as pool:
         for found in scan([source], read_back, pool, vocab_size=corpus.vocab_size, what="merge: verifying"):
-            lines += found.value.pop("line")
-            for row, rest in enumerate(zip(*found.value.values(), strict=True), seen):
-                if row >= len(corpus) or rest != tuple(told[name][row] for name in found.value):
+            lines.update(np.array(found.value.pop("line"), "<u8"))
+            rows = list(zip(*found.value.values(), strict=True))
+            told = corpus.index.iloc[seen:seen + len(rows)]
+            if len(told) < len(rows):
+                raise UserError(f"{ROWS} holds rows that the index does not; run the merge again")
+            told = zip(*(told[name].tolist() for name in found.value), strict=True)
+            for row, (one, other) in enumerate(zip(rows, told, strict=True), seen):
+                if one != other:
                     raise UserError(f"{_place(corpus, row)}; run the merge again")
-            seen += len(found.value["tokens"])
-            for name in hashes:
-                hashes[name] += found.value[name]
+            seen += len(rows)
+            for name, values in hashes.items():
+                values += bytes.fromhex("".join(found.value[name]))
     if seen != len(corpus) or not _ends(path):
         raise UserError(f"{ROWS} holds {seen} of {len(corpus)} rows, or its last line has no end; run the merge again")
-    whole = corpus_hash(*(bytes.fromhex("".join(values)) for values in hashes.values()))
-    result = {"records": seen, "tokens": sum(told["tokens"]), "supervised": sum(told["supervised"]),
-              "corpus_hash": whole, "lines_xxh3": xxhash.xxh3_128_hexdigest(np.array(lines, "<u8").tobytes())}
+    result = {"records": seen, "tokens": corpus.tokens, "supervised": corpus.supervised,
+              "corpus_hash": corpus_hash(*map(bytes, hashes.values())), "lines_xxh3": lines.hexdigest()}
     for name, value in result.items():
         if corpus.report[name] != value:
             raise UserError(f"{ROWS} read back gives {name} {value}, {REPORT} says {corpus.report[name]}; merge again")
@@ -85,7 +87,5 @@ def _ends(path: Path) -> bool:
 
 
 def _place(corpus: Corpus, row: int) -> str:
-    if row >= len(corpus):
-        return f"{ROWS} holds rows that the index does not"
     told = corpus.index.iloc[row]
     return f"{ROWS} row {row} is not {told['file']} line {told['line']}, as its index says"

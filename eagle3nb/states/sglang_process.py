@@ -120,7 +120,8 @@ def python() -> str:
         if not os.access(other, os.X_OK):
             raise UserError(f"EAGLE3NB_SGLANG_PYTHON names {other}, which cannot be run; name an environment's python")
         return other
-    if importlib.util.find_spec("sglang") is None:
+    found = importlib.util.find_spec("sglang")
+    if found is None or found.origin is None:  # none, or a folder of that name
         raise UserError("engine sglang needs SGLang, which this environment has not; use environment.yml on a GPU box, "
                         "or `make sglang-cpu` and EAGLE3NB_SGLANG_PYTHON=.venv-sglang/bin/python on a CPU")
     return sys.executable

@@ -52,20 +52,21 @@ def extract(corpus: Corpus, target, folder: str | Path, *, dtype: str, batch_tok
     sizes = {"hidden": target.facts.hidden, "vocab": target.facts.vocab, "rows": rows, "tokens": int(lengths.sum())}
     ranges = stores.shard_ranges(lengths, shard_tokens)
     tokens = {(first, last): int(lengths[first : last + 1].sum()) for first, last in ranges}
-    writer = stores.open_writer(folder, fingerprint(corpus, target, rows, dtype, shard_tokens), sizes)
-    left = missing(writer, tokens)
-    check_disk(folder, target.facts, corpus, left, lengths, dtype)
-    if not writer.manifest["head"]:
-        writer.write_head(head_of(target))
-    clock, began = dict.fromkeys(CLOCK, 0.0), time.perf_counter()
-    with progress(sum(tokens[r] for r in left), "extraction", "tokens") as bar:
-        made = share(corpus, target, writer, tokens, kind, batch_tokens, clock, bar)
-    seconds, count = time.perf_counter() - began, sum(tokens[r] for r in made)
-    shards = writer.manifest["shards"]
+    with stores.open_writer(folder, fingerprint(corpus, target, rows, dtype, shard_tokens), sizes) as writer:
+        left = missing(writer, tokens)
+        check_disk(folder, target.facts, corpus, left, lengths, dtype)
+        if not writer.manifest["head"]:
+            writer.write_head(head_of(target))
+        clock, began = dict.fromkeys(CLOCK, 0.0), time.perf_counter()
+        with progress(sum(tokens[r] for r in left), "extraction", "tokens") as bar:
+            made = share(corpus, target, writer, tokens, kind, batch_tokens, clock, bar)
+        seconds, count = time.perf_counter() - began, sum(tokens[r] for r in made)
+        manifest = writer.manifest
+    shards = manifest["shards"]
     return {"rows": rows, "tokens": sizes["tokens"], "teacher_positions": sum(s["teacher"] for s in shards),
             "shards": len(shards), "shards_kept": len(ranges) - len(left), "shards_made": len(made),
             "shards_by_others": len({*left} - {*made}), "dtype": dtype,
-            "bytes": sum(entry["bytes"] for entry in stores.files_of(writer.manifest)), "extracted_tokens": count,
+            "bytes": sum(entry["bytes"] for entry in stores.files_of(manifest)), "extracted_tokens": count,
             "seconds": seconds, "tokens_per_s": count / (seconds - clock["others_s"]) if count else 0.0, **clock}
 
 

@@ -89,13 +89,17 @@ def extraction_memory(folder: str | Path, *, batch_tokens: int, shard_tokens: in
     m = max(facts.intermediate if not experts or c.get("first_k_dense_replace") else 0, routed)
     logits = min(LOGITS_BYTES, 4 * facts.vocab * T)
     forward, teacher = b * T * (8 * h + 3 * m), b * T * 4 * h + 2 * logits
-    shard = states_bytes(facts, shard_tokens, shard_tokens, states_dtype) - head_bytes(facts)
+    gathered = states_dtype if states_dtype != "fp8_e4m3" else "fp32" if b == 4 else "bf16"  # fp8 is made when written
+    shard, encoded = (states_bytes(facts, shard_tokens, shard_tokens, dtype) - head_bytes(facts)
+                      for dtype in (gathered, states_dtype))
     parts = [
         ("weights", "device", weights, how),
-        ("one batch", "device", max(forward, teacher) + b * T * 4 * h,
-         f"{b} T (8 h + 3 m) in the forward or {b} T 4 h + 2 C for the teacher, and {b} T 4 h of the batch before; "
+        ("one batch", "device", max(forward, teacher) + b * T * 5 * h,
+         f"{b} T (8 h + 3 m) in the forward or {b} T 4 h + 2 C for the teacher, and {b} T 5 h of the batch before; "
          f"T {T:,}, h {h:,}, m {m:,}, C {logits / 1e6:,.0f} MB"),
-        ("shards", "host", 2 * shard, f"2 × {shard_tokens:,} tokens in {states_dtype}, every one a teacher's"),
+        ("shards", "host", 2 * shard + (encoded if gathered != states_dtype else 0),
+         f"2 × {shard_tokens:,} tokens in {gathered}, one made and one written, every token a teacher's"
+         + (f"; one in {states_dtype}" if gathered != states_dtype else "")),
         ("process", "host", RUNTIME + SLACK, "Python, torch and Transformers as measured, and what malloc keeps")]
     rows = [{"part": name, "where": where if device != "cpu" else "host", "bytes": size, "formula": formula}
             for name, where, size, formula in parts]

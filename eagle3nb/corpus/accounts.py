@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from eagle3nb.corpus.decision import Tally, accounting_lines
 from eagle3nb.corpus.rows import Rows
@@ -13,8 +14,9 @@ from eagle3nb.corpus.selection import Selection
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, xxh3_file
 
-__all__ = ["Tally", "account", "accounting_lines", "against_forecast", "draw", "fill", "index", "mix", "skipped",
-           "totals", "validation", "xxh3_file"]
+__all__ = ["Tally", "account", "accounting_lines", "against_forecast", "draw", "fill", "mix", "skipped", "totals",
+           "validation", "write_index", "xxh3_file"]
+GROUP = 1 << 16  # rows of a row group of index.parquet
 COUNTS = {"tokens": "tokens", "supervised": "supervised", "teacher_positions": "teachers"}
 
 
@@ -49,19 +51,34 @@ def validation(rows: Rows, chosen: Selection) -> dict:
             "first_row": len(chosen.rows) - chosen.held}
 
 
-def index(rows: Rows, chosen: Selection, names: list[str]) -> pd.DataFrame:
-    """index.parquet: a row a record, in the order of merged.jsonl."""
-    column = {name: values[chosen.rows] for name, values in rows.columns.items()}
-    ends = np.cumsum(column["bytes"] + 1)
+def write_index(handle, rows: Rows, chosen: Selection, names: list[str]) -> None:
+    """index.parquet: a row a record, in the order of merged.jsonl; made and written some at a time."""
+    begin, writer = 0, None
+    for first in range(0, len(chosen.rows), GROUP):
+        frame = _index(rows, chosen, names, first, begin)
+        table = pa.Table.from_pandas(frame, preserve_index=False)
+        writer = writer or pq.ParquetWriter(handle, table.schema)
+        writer.write_table(table)
+        begin = int(frame["offset"].iloc[-1] + frame["bytes"].iloc[-1] + 1)
+    if writer:
+        writer.close()
+
+
+def _index(rows: Rows, chosen: Selection, names: list[str], first: int, begin: int) -> pd.DataFrame:
+    """GROUP rows of the index from row `first` on, whose line begins at byte `begin`."""
+    some = slice(first, first + GROUP)
+    which = chosen.rows[some]
+    column = {name: values[which] for name, values in rows.columns.items()}
+    ends = begin + np.cumsum(column["bytes"] + 1)
     frame = pd.DataFrame({
         "source": pd.Categorical.from_codes(column["source"], names),
         "file": pd.Categorical.from_codes(column["file"], [name for _, name, _ in rows.files]),
         "line": column["line"], "offset": ends - column["bytes"] - 1, "bytes": column["bytes"]})
     for name, values in (*COUNTS.items(), ("truncated", "truncated")):
         frame[name] = column[values].astype(np.int32)
-    frame["copy"] = chosen.copy.astype(np.int32)
-    frame["validation"] = np.arange(len(frame)) >= len(frame) - chosen.held
-    frame["xxh3"], frame["mask_xxh3"] = _hex(rows.ids_hash[chosen.rows]), _hex(rows.mask_hash[chosen.rows])
+    frame["copy"] = chosen.copy[some].astype(np.int32)
+    frame["validation"] = np.arange(first, first + len(frame)) >= len(chosen.rows) - chosen.held
+    frame["xxh3"], frame["mask_xxh3"] = _hex(rows.ids_hash[which]), _hex(rows.mask_hash[which])
     return frame
 
 

@@ -58,9 +58,8 @@ def merge(sources: list[Source], out_dir: str | Path, *, max_seq_len: int, seed:
                 raise UserError(f"the merge keeps no record of {len(sources)} datasets ({skipped} skipped); "
                                 "run the audit")
             digest = _write(folder, rows, chosen, pool)
-        index = accounts.index(rows, chosen, names)
         with atomic_write(folder / INDEX, "wb") as handle:
-            index.to_parquet(handle, index=False)
+            accounts.write_index(handle, rows, chosen, names)
         report = {
             "schema": 2, "seed": seed, "max_seq_len": max_seq_len, "masks": masks, "truncation": truncation,
             "limit": limit, "exclude": list(exclude), "include": list(include), **vars(mix),

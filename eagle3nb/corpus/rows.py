@@ -95,14 +95,25 @@ class Rows:
         """After the last part: one array a column."""
         none = np.zeros(0, np.int64)
         self.columns = {name: np.concatenate([none, *(placed[name] for placed in self.placed)]) for name in COLUMNS}
-        self.ids_hash = np.concatenate([part.ids_hash for part in self.parts]) if self.parts else np.empty(0, "V16")
-        self.mask_hash = np.concatenate([part.mask_hash for part in self.parts]) if self.parts else np.empty(0, "V8")
-        self.raw_hash = np.concatenate([part.raw_hash for part in self.parts]) if self.parts else np.empty(0, "u8")
-        self.line_hash = np.concatenate([part.line_hash for part in self.parts]) if self.parts else np.empty(0, "u8")
-        gathered = {name: [getattr(part, name) for part in self.parts] for name in ("sketches", "overlaps")}
-        self.sketches, self.overlaps = (
-            np.concatenate(found) if found and found[0] is not None else None for found in gathered.values())
-        self.parts, self.placed = [], []
+        self.placed = []
+        self.ids_hash, self.mask_hash = self._joined("ids_hash", "V16"), self._joined("mask_hash", "V8")
+        self.raw_hash, self.line_hash = self._joined("raw_hash", "u8"), self._joined("line_hash", "u8")
+        self.sketches, self.overlaps = self._joined("sketches"), self._joined("overlaps")
+        self.parts = []
+
+    def _joined(self, name: str, empty: str = "") -> np.ndarray | None:
+        """The parts' arrays as one, each freed once it is copied; None where the parts have none."""
+        first = getattr(self.parts[0], name) if self.parts else np.empty(0, empty) if empty else None
+        if first is None:
+            return None
+        count = sum(len(getattr(part, name)) for part in self.parts)
+        whole, at = np.empty((count, *first.shape[1:]), first.dtype), 0
+        for part in self.parts:
+            array = getattr(part, name)
+            whole[at:at + len(array)] = array
+            at += len(array)
+            setattr(part, name, None)
+        return whole
 
     def __len__(self) -> int:
         return len(self.ids_hash)

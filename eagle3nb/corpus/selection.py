@@ -78,7 +78,8 @@ class Selection:
 
 
 def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
-    """`names`: the sources'. Rows are those of the first pass; the merge's and the audit's forecast alike.
+    """`names`: the sources'. Rows are those of the first pass; the merge's and the audit's forecast alike. Near
+    duplicates cost the rows their sketches.
 
     Raises UserError where a cap or a weight is wrong, or where validation leaves nothing to train on.
     """
@@ -100,7 +101,9 @@ def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
         remove(DUPLICATE, rank > 0)
     if mix.dedup == "near" and len(rows):
         left = np.flatnonzero(stays)
-        label = near_duplicates(rows.sketches[left], high[left])
+        sketches, rows.sketches = rows.sketches[left], None  # the largest thing that the merge holds, needed once
+        label = near_duplicates(sketches, high[left])
+        del sketches
         again = np.zeros(len(rows), bool)
         again[left] = label != np.arange(len(left))
         remove(NEAR, again)

@@ -83,6 +83,13 @@ class TransformersTarget:
         return generation.generate(self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p,
                                    seed=seed, stop_ids=stop_ids, beyond=beyond, batch=batch, done=done)
 
+    def close(self) -> None:
+        """What both engines have: after it the target is of no use, and its memory is free."""
+        self.model = self.body = self.head = None
+        self.kept.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
 
 def load(folder: Path, dtype: torch.dtype):
     """The checkpoint's language model in `dtype`; one line when Transformers cannot."""

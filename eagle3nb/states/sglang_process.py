@@ -117,9 +117,9 @@ def python() -> str:
     """The interpreter that has SGLang. UserError where none does; SGLang itself is not imported here."""
     other = os.environ.get("EAGLE3NB_SGLANG_PYTHON")
     if other:
-        if not os.access(other, os.X_OK):
+        if not os.access(resolve(other), os.X_OK):
             raise UserError(f"EAGLE3NB_SGLANG_PYTHON names {other}, which cannot be run; name an environment's python")
-        return other
+        return str(resolve(other))
     found = importlib.util.find_spec("sglang")
     if found is None or found.origin is None:  # none, or a folder of that name
         raise UserError("engine sglang needs SGLang, which this environment has not; use environment.yml on a GPU box, "

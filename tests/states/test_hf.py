@@ -1,11 +1,15 @@
 """Transformers' target against the independent forward: captured layers, final norm, decoding, sampling."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 from eagle3nb.errors import UserError
 from eagle3nb.states import generation
+from eagle3nb.states.hf import TransformersTarget
 
 ROWS = [list(range(5, 28)), [40, 41, 42], [1, 90, 7, 7, 7, 60, 33, 2, 11]]
 PROMPTS = [[1, 70, 80, 90], [5], list(range(30, 50)), [9, 9, 8], [77, 12, 100, 4, 55, 6]]
@@ -108,3 +112,12 @@ def test_sampling_follows_the_cut_softmax(monkeypatch, vocab, top, top_p):
     grid = 1500
     drawn = np.bincount([generation.sample(logits, 0.8, top_p, (i + 0.5) / grid) for i in range(grid)], minlength=vocab)
     assert np.abs(drawn / grid - expected).max() < 2 / grid
+
+
+def test_close_frees_the_model(tiny_target):
+    target = TransformersTarget(tiny_target, torch.float32, "cpu")
+    target.capture(ROWS)
+    model = weakref.ref(target.model)
+    target.close()
+    gc.collect()
+    assert model() is None

@@ -158,6 +158,7 @@ def test_an_engine_that_dies_is_one_error_and_its_states_go(tiny_target):
     target.close()
     assert not folder.exists() and gone(child)
     target.close()
+    Path(f"/dev/shm/sglang_loads_fake{target.process.process.pid}_0.shm").unlink()
 
 
 def test_an_engine_whose_owner_is_killed_goes_with_its_states(tiny_target):
@@ -175,9 +176,10 @@ def test_an_engine_whose_owner_is_killed_goes_with_its_states(tiny_target):
 def test_a_target_that_nobody_holds_ends(tiny_target):
     target = SGLangTarget(tiny_target, device="cpu")
     pid, folder, log = target.process.process.pid, target.process.folder, target.process.log
-    assert log.is_file()
+    shared = Path(f"/dev/shm/sglang_loads_fake{pid}_0.shm")  # which SGLang would leave
+    assert log.is_file() and shared.exists()
     del target
-    assert not psutil.pid_exists(pid) and not folder.exists() and not log.exists()
+    assert not any([psutil.pid_exists(pid), folder.exists(), log.exists(), shared.exists()])
 
 
 def test_what_ended_processes_left_is_removed_and_what_is_in_use_is_not(tmp_path):

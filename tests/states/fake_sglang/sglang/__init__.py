@@ -31,6 +31,8 @@ class Engine:
         self.width, self.dtype = self.config["hidden_size"] - narrow, dtype
         self.layers, self.ranks, self.without_plugin = return_aux_hidden_state_layer_ids, tp_size, without_plugin
         self.child = subprocess.Popen(["sleep", "600"])
+        self.port_args = SimpleNamespace(instance_id=f"fake{os.getpid()}")
+        Path(f"/dev/shm/sglang_loads_fake{os.getpid()}_0.shm").touch()
         self._scheduler_init_result = SimpleNamespace(scheduler_infos=[{"max_req_input_len": context_length - 6}])
 
     def generate(self, *, input_ids, sampling_params, return_hidden_states, rid):
@@ -77,6 +79,9 @@ class Engine:
             else:
                 assert not any(req.hidden_states for req in requests)
         return found
+
+    def get_all_child_pids(self):
+        return [self.child.pid]
 
     def shutdown(self):
         self.child.kill()

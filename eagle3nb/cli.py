@@ -1,4 +1,4 @@
-"""The command line: `eagle3nb run`, `status`, `verify`, `synthesise`.
+"""The command line: `eagle3nb run`, `status`, `verify`, `import-states`, `synthesise`.
 
 Exit codes: 0, 1 a stage failed or a store is not whole, 2 wrong use.
 """
@@ -33,6 +33,16 @@ def parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="read every byte of a store of hidden states against its checksums")
     verify.add_argument("store", help="its folder, e.g. outputs/demo/work/states")
 
+    states = commands.add_parser("import-states", help="read another tool's hidden states into a store, checked")
+    states.add_argument("kind", help="specforge or speculators")
+    states.add_argument("folder", help="where that tool left its files")
+    states.add_argument("work_dir", help="holds corpus/, gets states/; e.g. outputs/demo/work")
+    states.add_argument("--target", default="embedded", help="the model whose states they are: a local directory")
+    states.add_argument("--dtype", default="", help="of the store: bf16, fp32, fp8_e4m3; default: the files' own")
+    states.add_argument("--masks", default="same", help="same: the files' loss masks must be the corpus's; or corpus")
+    states.add_argument("--shard-tokens", type=int, default=16384, metavar="N", help="tokens of one shard file")
+    states.add_argument("--limit", type=int, default=0, metavar="N", help="the corpus's first N rows; 0: all")
+
     synthesise = commands.add_parser("synthesise", help="remake a corpus: prompts answered by the target")
     synthesise.add_argument("prompts", help="folder of prompt files, e.g. data/prompts")
     synthesise.add_argument("out", help="folder for the dataset directories, e.g. data/demo")
@@ -48,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         return perform(options)
     except UserError as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
-        return 1 if options.command in ("synthesise", "verify") else 2
+        return 1 if options.command in ("synthesise", "verify", "import-states") else 2
     except KeyboardInterrupt:
         return 1
     except BrokenPipeError:  # `eagle3nb status … | head`
@@ -76,7 +86,29 @@ def perform(options: argparse.Namespace) -> int:
             return 2
         print(verify(options.store))
         return 0
+    if options.command == "import-states":
+        import_states(options)
+        return 0
     from eagle3nb.synthesis.answers import main as answer
 
     answer(options.prompts, options.out, options.only, options.seed)
     return 0
+
+
+def import_states(options: argparse.Namespace) -> None:
+    """The corpus in work_dir/corpus, the store in work_dir/states; prints what the checks found."""
+    from eagle3nb.corpus.merged import Corpus
+    from eagle3nb.record.tables import table_text
+    from eagle3nb.states import foreign, target
+
+    work = resolve(options.work_dir)
+    found = foreign.import_states(options.kind, resolve(options.folder), Corpus.open(work / "corpus"),
+                                  target.target_dir(options.target), work / "states", dtype=options.dtype,
+                                  masks=options.masks, shard_tokens=options.shard_tokens, limit=options.limit)
+    for name, caption in (("checks", "Checks"), ("layers", "Captured layers against the checkpoint's"),
+                          ("last", "The last hidden state, in both readings")):
+        if found[name]:
+            print(table_text(found[name], caption), end="\n\n")
+    made = found["store"]
+    print(f"{made['rows']:,} rows, {made['tokens']:,} tokens in {shown(work / 'states')}, {made['bytes'] / 1e9:,.2f} "
+          f"GB; {found['unused']:,} files belong to no row of the corpus")

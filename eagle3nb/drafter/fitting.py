@@ -22,6 +22,7 @@ from torch import Tensor
 from eagle3nb.drafter.model import DraftModel
 
 SLOTS = 20_000       # that the regressions see at most
+SCALED = 20_000      # tokens that the captured columns' scales are taken from (train.column_scale)
 RIDGE = 1e-2         # of the mean diagonal of the normal equations, columns scaled to unit variance
 PAIRS = 5            # rotary pairs of the own-slot head: θ = 1 … ; fewer look elsewhere, more see no difference
 SHARPNESS = 8.0      # nats by which the own slot's score leads the slot before

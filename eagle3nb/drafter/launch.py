@@ -2,7 +2,7 @@
 
 Training runs in a process of its own, so that an interrupted or killed kernel never leaves a half-written drafter and
 a later start resumes; its records are metrics.jsonl, its own words train.log, both in the drafter's folder. When the
-kernel dies, the process notices and ends (train.die_with_parent).
+kernel dies, the process notices and ends (parent.py).
 """
 
 import os
@@ -17,10 +17,11 @@ from pathlib import Path
 from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.settings import Settings
 from eagle3nb.errors import UserError
-from eagle3nb.files import shown, write_json
+from eagle3nb.files import read_json, shown, write_json
 from eagle3nb.progress import progress
 
 POLL, REDRAW = 0.5, 5.0  # seconds between looks at metrics.jsonl, and between redrawn plots
+FEEDING = "feeding.json"  # beside states that stream (states/stream.py): their progress
 
 
 def launch(settings: Settings, vocabulary, on_metrics: Callable[[list[dict]], None] = lambda lines: None) -> list[dict]:
@@ -38,6 +39,7 @@ def launch(settings: Settings, vocabulary, on_metrics: Callable[[list[dict]], No
         process = start(folder / "settings.json", log)
         started = time.time()
         try:
+            prepare(process, folder / "metrics.jsonl", started, Path(settings.states) / FEEDING)
             follow(process, folder / "metrics.jsonl", started, on_metrics)
         except BaseException:                   # an interrupt, or a plot that fails: leave nothing running
             stop(process)
@@ -60,10 +62,29 @@ def start(settings_path: Path, log) -> subprocess.Popen:
                             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
+def prepare(process: subprocess.Popen, path: Path, started: float, feeding: Path) -> None:
+    """Until training writes its first line. Where states stream, those that it keeps are made before: a bar of them."""
+    def told() -> dict:
+        fresh = feeding.is_file() and feeding.stat().st_mtime >= started
+        return read_json(feeding) if fresh else {}
+
+    def waits() -> bool:
+        return process.poll() is None and not current(path, started)
+
+    while waits() and not told():
+        time.sleep(POLL)
+    if waits():
+        first = told()
+        with progress(first["total"], first["what"], first["unit"]) as bar:
+            while waits() and (now := told()).get("what") == first["what"]:
+                bar.advance(now["done"] - bar.done)
+                time.sleep(POLL)
+    while waits():
+        time.sleep(POLL)
+
+
 def follow(process: subprocess.Popen, path: Path, started: float, on_metrics) -> None:
     """Until the process ends: a progress bar in tokens, plots now and then."""
-    while process.poll() is None and not (lines := current(path, started)):
-        time.sleep(POLL)
     lines = current(path, started)
     if not lines:
         return
@@ -94,7 +115,10 @@ def note(lines: list[dict]) -> str:
     trained = next((line for line in reversed(lines) if line["kind"] == "train"), None)
     evaluated = next((line for line in reversed(lines) if line["kind"] == "validation"), None)
     parts = [f"loss {trained['loss']:.3f}"] if trained and trained["loss"] is not None else []
-    return ", ".join([*parts, *([f"acceptance {evaluated['acceptance']:.3f}"] if evaluated else [])])
+    parts += [f"acceptance {evaluated['acceptance']:.3f}"] if evaluated else []
+    waited = [line["waited_s"] for line in lines if line["kind"] == "train" and "waited_s" in line]
+    share = sum(waited) / max(lines[-1]["seconds"], 1e-3)
+    return ", ".join([*parts, *([f"{share:.0%} waiting for states"] if waited else [])])
 
 
 def stop(process: subprocess.Popen, patience: float = 60.0) -> None:

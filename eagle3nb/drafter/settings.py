@@ -17,6 +17,7 @@ class Settings:
     states: str                      # the store
     drafter: str                     # where the drafter, metrics and checkpoints go; holds vocabulary.json
     target: str                      # the target's model directory: sizes, final norm, last layer
+    corpus: str = ""                 # the merged corpus, from which states that stream are made (states/stream.py)
     seed: int = 1
     ttt_steps: int = 3
     ttt_decay: float = 0.8
@@ -29,7 +30,7 @@ class Settings:
     pack_tokens: int = 1024
     accumulate: int = 1              # packs an optimiser step
     validation_share: float = 0.05
-    held_out_from: int = 0           # first row of the corpus's own validation part, which ends it; 0: the share decides
+    held_out_from: int = 0           # first row of the corpus's own validation part, its end; 0: the share decides
     evaluate_every: int = 0          # optimiser steps; 0: at the end of every epoch
     checkpoint_every: int = 0        # optimiser steps; 0: at every evaluation
     initialise: str = "fitted"
@@ -94,7 +95,7 @@ def learning_rate(settings: Settings, step: int, total: int, warmup: int) -> flo
 
 def run_identity(settings: Settings, ids: list[int], fingerprint) -> str:
     """Hash of all that decides the result; where folders lie and how often to save do not."""
-    free = ("states", "drafter", "target", "checkpoint_every")
+    free = ("states", "drafter", "target", "corpus", "checkpoint_every")
     decides = {name: value for name, value in asdict(settings).items() if name not in free}
     whole = json.dumps([decides, ids, fingerprint], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]

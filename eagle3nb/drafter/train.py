@@ -10,6 +10,9 @@ The notebook starts it through launch.py and follows metrics.jsonl:
     {"kind": "validation", "step", …, "loss", "loss_k", "accuracy", "conditional": [K], "acceptance", "seconds"}
     {"kind": "end", "step", …, "best": {the chosen evaluation}}
 
+Where states stream (states/stream.py), "start" has "waited_s", the seconds before the run's clock in which the kept
+states were made, a "train" line those of its step, and "end" those of the whole run and "waiting_share", their share.
+
 `acceptance` is the joint prefix against the teacher's argmax (metrics.TeacherPrefix): 1 + the drafted tokens that would
 be accepted, and what the best drafter is chosen by.
 """
@@ -30,15 +33,18 @@ import torch
 
 from eagle3nb.drafter.checkpoint import latest, restore, save_checkpoint
 from eagle3nb.drafter.curves import read_metrics
+from eagle3nb.drafter.fitting import SCALED
 from eagle3nb.drafter.initialise import initialise, target_weights
 from eagle3nb.drafter.metrics import TeacherPrefix
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.drafter.packing import Pack, Plan, make_pack, pack_rows, split
 from eagle3nb.drafter.settings import Settings, learning_rate, run_identity, warmup_steps
+from eagle3nb.drafter.streaming import announce, opened_states
 from eagle3nb.drafter.ttt import loss_scales, pack_loss
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, read_json, shown
-from eagle3nb.states.store import Store
+from eagle3nb.parent import die_with_parent
+from eagle3nb.states.streamed import Interrupted, Starved, Stream, share_cores
 from eagle3nb.states.target import facts_of
 
 OVERHEAD = 0.95   # of the time is for steps; the rest goes to evaluations and checkpoints
@@ -57,8 +63,9 @@ def make_optimizer(model: DraftModel, settings: Settings) -> torch.optim.AdamW:
 def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict:
     """Run to the end, resuming from the latest checkpoint; returns the best evaluation's record.
 
-    store: eagle3nb.states.store.Store or its like; facts: TargetFacts; weights(): initialise.target_weights of the
-    target, read only for a fresh start. `stop()` true ends the run after a checkpoint, with KeyboardInterrupt.
+    store: eagle3nb.states.store.Store or its like, such as a Stream, whose states come meanwhile; facts: TargetFacts;
+    weights(): initialise.target_weights of the target, read only for a fresh start. `stop()` true ends the run after a
+    checkpoint, with KeyboardInterrupt; so do states that stop coming, with Starved.
     """
     folder, device = Path(settings.drafter), "cuda" if torch.cuda.is_available() else "cpu"
     ids = read_json(folder / "vocabulary.json")["ids"]
@@ -73,12 +80,15 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
                                      **sizes)
     model, head = DraftModel(config, store.embedding(), torch.tensor(ids)), store.lm_head_rows(ids).float()
     resumed = latest(folder / "checkpoints", identity)
+    if isinstance(store, Stream):
+        announce(store, settings, plan, rows, held_out, resumed[0]["step"] if resumed else 0, stop)
     if not resumed:
         initialise(model, settings.initialise, head=head, weights=weights(), seed=settings.seed,
                    steps=settings.ttt_steps, rows=(store.row(int(i)) for i in rows))
     model.to(device).lm_head.weight.requires_grad_(not settings.freeze_head)
     optimizer = make_optimizer(model, settings)
-    run = Run(settings, model, store, head.to(device), held_out, device, identity, column_scale(model, store, rows))
+    run = Run(settings, model, store, head.to(device), held_out, device, identity,
+              column_scale(model, store, rows, SCALED))
     run.total = len(plan.steps)
 
     if resumed:
@@ -97,7 +107,11 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
         if settings.minutes and step >= warmup and len(run.pace) >= PACED and not run.shortened:
             run.shorten(plan)
         rate = learning_rate(settings, step, run.total, warmup)
-        run.train_step(plan.steps[step], plan.epoch_of[step], optimizer, rate)
+        try:
+            run.train_step(plan.steps[step], plan.epoch_of[step], optimizer, rate)
+        except (Starved, Interrupted):          # while it waited for the step's states: nothing of it has happened
+            save_checkpoint(folder / "checkpoints", step, model, optimizer, run.state())
+            raise
         evaluates = run.step in evaluate_at or run.step == run.total
         if evaluates:
             run.evaluate(plan.epoch_of[step])
@@ -110,7 +124,7 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
     return run.best
 
 
-def column_scale(model: DraftModel, store, rows, tokens: int = 20_000) -> torch.Tensor:
+def column_scale(model: DraftModel, store, rows, tokens: int) -> torch.Tensor:
     """Root mean square of each captured column [3h] over the first `tokens` training tokens, first tokens left out.
 
     Training divides the captured layers by it and multiplies fc with it. The columns differ a hundredfold (SmolLM2: 3
@@ -144,10 +158,16 @@ class Run:
         self.step, self.tokens, self.seconds, self.skipped, self.best = 0, 0, 0.0, 0, None
         self.total, self.shortened, self.pace = 0, False, []              # pace: (tokens, seconds) so far, at each step
         self.started = time.monotonic()
+        self.waited, self.waiting = 0.0, isinstance(store, Stream)        # waited: seconds, before this start
+        self.waited_already = store.waited if self.waiting else 0.0       # before the run's clock
 
     def state(self) -> dict:
         return {"identity": self.identity, "tokens": self.tokens, "seconds": self.elapsed(), "best": self.best,
-                "total": self.total, "shortened": self.shortened}
+                "total": self.total, "shortened": self.shortened, "waited": self.waits()}
+
+    def waits(self) -> float:
+        """Seconds of `elapsed` in which the run waited for states."""
+        return self.waited + (self.store.waited - self.waited_already if self.waiting else 0.0)
 
     def elapsed(self) -> float:
         return self.seconds + time.monotonic() - self.started
@@ -159,13 +179,14 @@ class Run:
             (self.folder / name).unlink(missing_ok=True)
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.write("start", steps=self.total, total_tokens=tokens, rows=rows, parameters=trained, device=self.device,
-                   held_out_rows=sum(map(len, self.validation)), identity=self.identity)
+                   held_out_rows=sum(map(len, self.validation)), identity=self.identity,
+                   **({"waited_s": round(self.waited_already, 3)} if self.waiting else {}))
 
     def resume(self, state: dict) -> None:
         """Go on at a checkpoint: records of later steps, which will be made again, are dropped."""
         self.step, self.tokens = state["step"], state["tokens"]
         self.seconds, self.best = state["seconds"], state["best"]
-        self.total, self.shortened = state["total"], state["shortened"]
+        self.total, self.shortened, self.waited = state["total"], state["shortened"], state.get("waited", 0.0)
         path = self.folder / "metrics.jsonl"
         kept = [line for line in read_metrics(path) if line["step"] <= self.step and line["kind"] != "end"]
         with atomic_write(path) as handle:
@@ -201,8 +222,9 @@ class Run:
 
     def train_step(self, numbers, epoch: int, optimizer, rate: float) -> None:
         """One optimiser step over its packs; a gradient that is not finite is skipped and counted."""
-        clock, counts, loss = time.monotonic(), None, 0.0
+        clock, counts, loss, waited = time.monotonic(), None, 0.0, self.waits()
         packs = self.packs(numbers)
+        streamed = {"waited_s": round(self.waits() - waited, 3)} if self.waiting else {}
         optimizer.zero_grad(set_to_none=True)
         every_scale = loss_scales(packs, self.settings.ttt_decay, self.settings.loss_average)
         for pack, scales in zip(packs, every_scale, strict=True):
@@ -224,7 +246,7 @@ class Run:
         self.write("train", epoch=epoch, loss=finite_or_none(loss), loss_k=rounded(counts.mean_loss),
                    accuracy=rounded(counts.accuracy), counted=counts.counted.tolist(), bearing=counts.bearing.tolist(),
                    learning_rate=rate, grad_norm=finite_or_none(norm), skipped=not finite,
-                   tokens_per_s=round(tokens / seconds, 1))
+                   tokens_per_s=round(tokens / seconds, 1), **streamed)
 
     @torch.no_grad()
     def evaluate(self, epoch: int) -> None:
@@ -261,7 +283,8 @@ class Run:
     def finish(self) -> None:
         if not (self.folder / "model.safetensors").is_file():
             raise UserError(f"{shown(self.folder)} lost its model.safetensors; delete its checkpoints and train again")
-        self.write("end", best=self.best)
+        waited = {"waited_s": round(self.waits(), 3), "waiting_share": round(self.waits() / self.elapsed(), 4)}
+        self.write("end", best=self.best, **(waited if self.waiting else {}))
 
 
 def chain_tables(pack: Pack, hits: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -294,8 +317,11 @@ def main(path: str) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)))
     try:
         settings = Settings.from_json(read_json(path))
-        train(settings, Store.open(settings.states), facts_of(settings.target), lambda: target_weights(settings.target),
-              stop=interrupted.is_set)
+        with opened_states(settings) as store:
+            if isinstance(store, Stream):
+                torch.set_num_threads(share_cores()[0])
+            train(settings, store, facts_of(settings.target), lambda: target_weights(settings.target),
+                  stop=interrupted.is_set)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
@@ -303,21 +329,6 @@ def main(path: str) -> int:
         print("interrupted; the next start goes on from its checkpoint", file=sys.stderr, flush=True)
         return 130
     return 0
-
-
-def die_with_parent() -> None:
-    """Ends this process when the one that started it is gone: a killed kernel leaves no training behind.
-
-    Watched by a thread rather than PR_SET_PDEATHSIG, which fires when the parent's *thread* ends.
-    """
-    parent = int(os.environ.get("EAGLE3NB_PARENT", os.getppid()))
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

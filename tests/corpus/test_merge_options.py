@@ -15,7 +15,9 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from eagle3nb.corpus import accounts, passes
 from eagle3nb.corpus import lines as lines_module
+from eagle3nb.corpus import merge as merging
 from eagle3nb.corpus import scan as scan_module
 from eagle3nb.corpus.batch import batches
 from eagle3nb.corpus.masks import Markers
@@ -217,7 +219,9 @@ def merged(root: Path, files: dict, write, options: dict, mix: Mix, seed: int, s
         for file, items in source.items():
             write(root / "in" / file, [item[0] if isinstance(item, tuple) else item for item in items])
     with (mock.patch.object(scan_module, "chunks", partial(lines_module.chunks, size=size)),
-          mock.patch.object(scan_module, "batches", partial(batches, size=size))):
+          mock.patch.object(scan_module, "batches", partial(batches, size=size)),
+          mock.patch.object(merging, "BLOCK", size), mock.patch.object(passes, "HELD", size),
+          mock.patch.object(accounts, "GROUP", min(size, 1 << 16))):
         return merge(find_sources(root / "in"), root / "out", seed=seed, vocab_size=V, mix=mix, processes=processes,
                      **options)
 
@@ -278,7 +282,7 @@ options_of = st.fixed_dictionaries({
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.integers(0, 30), options_of, mixes, st.integers(0, 2**64 - 1),
-       st.sampled_from([1, 90, 1000, 1 << 22]))
+       st.sampled_from([1, 7, 90, 1000, 1 << 22]))
 def test_any_corpus_under_any_options_is_what_the_reference_makes(write, draw, count, options, mix, seed, size):
     rng = random.Random(draw)
     if options["markers"] is None:

@@ -58,9 +58,9 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.index)
 
-    def __del__(self):
+    def __del__(self, close=os.close):  # bound here: at the end of the process `os` may be gone
         if hasattr(self, "_handle"):
-            os.close(self._handle)
+            close(self._handle)
 
     def line(self, i: int) -> bytes:
         """Row i as it stands in merged.jsonl, without the line break."""

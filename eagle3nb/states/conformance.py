@@ -113,9 +113,10 @@ def order_of_tokens(target, sequences, allowed: Tolerance) -> dict:
 
     {"token": t, "error": the least of the four states' changes there}.
     """
-    ids = max((s for s in sequences if len(set(s)) > 1), key=len)
-    t = next(t for t in range(len(ids) // 2, 0, -1) if ids[t] != ids[0])
-    one, two = (captured(target, [row])[0] for row in (ids, [*ids[:t], ids[0], *ids[t + 1 :]]))
+    ids = max(sequences, key=len)
+    t = len(ids) // 2
+    other = [*ids[:t], (ids[t] + 1) % target.facts.vocab, *ids[t + 1 :]]
+    one, two = captured(target, [ids])[0], captured(target, [other])[0]
     least = float("inf")
     for place, (a, b) in enumerate(zip([*one[0].chunk(3, -1), one[1]], [*two[0].chunk(3, -1), two[1]], strict=True)):
         moved = errors(b, a)
@@ -232,7 +233,7 @@ def table(target, allowed: Tolerance, what: str, *, weights, apart, batch, order
     `what`: the independent forward that there was, or why there was none. `layers` and `last` are empty without it.
     """
     changes = logit_changes(target.dir)
-    unread = "the engine shows no weights"
+    unread = "the engine shows no weights" + ("; the layers above are made of them" if layers else "")
     rms = norm["rms over the norm's weight"]
     bare = layers or [{"layer": layer, "median": None} for layer in target.layers]
     alone, files = "the engine itself", "the checkpoint's files"

@@ -1,15 +1,11 @@
 """Training on states that stream: the losses of the whole store, within the disk's bound, through any kill."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import traceback
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,31 +13,21 @@ import numpy as np
 import psutil
 import pytest
 import tiny
-import torch
+from streams import HOW, Forked, assert_alike, make_world, of, until, watched
 
-from eagle3nb.corpus.merged import Corpus
 from eagle3nb.drafter import launch as launching
 from eagle3nb.drafter import streaming
 from eagle3nb.drafter import train as training
 from eagle3nb.drafter.curves import read_metrics
-from eagle3nb.drafter.initialise import target_weights
-from eagle3nb.drafter.settings import Settings
 from eagle3nb.drafter.streaming import opened_states
 from eagle3nb.errors import UserError
-from eagle3nb.files import write_json
-from eagle3nb.states import feeder, stream, streamed
+from eagle3nb.states import streamed
 from eagle3nb.states.extract import extract
-from eagle3nb.states.hf import TransformersTarget
-from eagle3nb.states.target import facts_of
-
-HOW = {"dtype": "fp32", "shard_tokens": 1500}
-TIMES = {"seconds", "tokens_per_s", "waited_s", "waiting_share"}
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A tiny target and 38,000 tokens, of which the first 20,000 are kept for the columns' scales. world.settings(name,
-    states) and world.trained(name, states): metrics of a training in this process. world.begin(name): a stream."""
+    """A tiny target and 38,000 tokens, of which the first 20,000 are kept for the columns' scales."""
     return make_world(tmp_path_factory.mktemp("streaming"), 360)
 
 
@@ -54,65 +40,6 @@ def small_world(tmp_path, monkeypatch):
     return make_world(tmp_path, 60)
 
 
-class Forked:
-    """The feeder in a child, with what is used of subprocess.Popen."""
-
-    def __init__(self, folder):
-        self.parent, self.returncode = os.getpid(), None
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                os.environ["EAGLE3NB_PARENT"] = str(self.parent)
-                log = os.open(folder / stream.LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(log, 1)
-                sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (not pytest's)
-                os._exit(feeder.main(str(folder)))
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-
-    def poll(self):
-        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self.returncode = os.waitstatus_to_exitcode(ended[1])
-        return self.returncode
-
-    def wait(self, timeout=60):
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("feeder", timeout)
-            time.sleep(0.01)
-
-    def terminate(self):
-        os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
-
-
-def make_world(root, rows):
-    corpus = Corpus.open(tiny.make_corpus(root / "made", rows=rows))
-    target = TransformersTarget(tiny.make_target(root / "target"), torch.float32, "cpu")
-
-    def settings(name, states, **changes) -> Settings:
-        write_json(root / name / "vocabulary.json", {"ids": list(range(128))})
-        return Settings(**{"states": str(root / states), "drafter": str(root / name), "target": str(root / "target"),
-                           "corpus": str(corpus.folder), "epochs": 2, "pack_tokens": 512, "accumulate": 2,
-                           "initialise": "head", "learning_rate": 1e-3, "checkpoint_every": 10, **changes})
-
-    def trained(name, states, stop=lambda: False, **changes) -> list[dict]:
-        given = settings(name, states, **changes)
-        with opened_states(given) as store:
-            training.train(given, store, facts_of(given.target), lambda: target_weights(given.target), stop)
-        return read_metrics(root / name / "metrics.jsonl")
-
-    def begin(name, keep_bytes=26_000_000, batch_tokens=1024, **changes) -> dict:
-        return stream.begin(corpus, target, root / name, batch_tokens=batch_tokens, keep_bytes=keep_bytes,
-                            **HOW | changes)
-
-    return SimpleNamespace(root=root, corpus=corpus, target=target, settings=settings, trained=trained, begin=begin)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(world):
     """Metrics of a streamed run that nothing stops, with what the watcher saw."""
@@ -120,52 +47,6 @@ def undisturbed(world):
     with watched(world.root / "undisturbed") as sizes:
         lines = world.trained("a", "undisturbed")
     return SimpleNamespace(lines=lines, sizes=sizes)
-
-
-@contextmanager
-def watched(folder: Path):
-    """Yields a list: bytes of all shards and heads below the folder, whole or being written, a look a millisecond."""
-    sizes, ended = [], threading.Event()
-
-    def look():
-        while not ended.is_set():
-            total = 0
-            for file in folder.rglob("*.safetensors*"):
-                try:
-                    total += file.stat().st_size
-                except FileNotFoundError:
-                    continue
-            sizes.append(total)
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield sizes
-    finally:
-        ended.set()
-        thread.join()
-
-
-def of(lines, kind):
-    return [line for line in lines if line["kind"] == kind]
-
-
-def assert_alike(lines, others, tolerance):
-    for kind in ("train", "validation"):
-        ours, theirs = of(lines, kind), of(others, kind)
-        assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-        for one, other in zip(ours, theirs, strict=True):
-            for key in set(one) - {"kind", *TIMES}:
-                np.testing.assert_allclose(np.array(one[key], float), np.array(other[key], float), rtol=tolerance,
-                                           err_msg=f"{kind} {one['step']} {key}")
-
-
-def until(condition, seconds=90.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing came of it"
-        time.sleep(0.01)
 
 
 def test_the_loss_is_that_of_the_whole_store(world, undisturbed):
@@ -202,42 +83,32 @@ def test_the_disk_holds_no_more_than_the_bound(world, undisturbed):
     assert 0 <= end["waiting_share"] < 1 and end["waited_s"] >= sum(line["waited_s"] for line in steps) - 0.1
 
 
-def test_either_side_killed(world, undisturbed):
-    """SIGKILL to training, then to the feeder; then a run to the end: the same curve, and nothing kept made twice."""
+def test_either_side_killed_at_any_moment(tmp_path):
+    script = Path(__file__).with_name("streaming_killed.py")
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_the_feeder_as_it_is_started_for_real(world, undisturbed):
+    """Processes of their own: the feeder killed is one line, and a run to the end makes nothing that is kept twice."""
     world.begin("killed")
-    folder, settings = world.root / "killed", world.settings("c", "killed")
-    write_json(world.root / "c" / "settings.json", asdict(settings))
-    metrics, log = world.root / "c" / "metrics.jsonl", world.root / "c" / "train.log"
+    folder, settings, cut = world.root / "killed", world.settings("c", "killed"), []
 
-    def step():
-        return read_metrics(metrics)[-1]["step"] if metrics.is_file() else 0
+    def kill(lines):
+        (process,) = psutil.Process().children()
+        if lines[-1]["step"] >= 3 and not cut:
+            (child,) = process.children()
+            cut.append(child.pid)
+            child.kill()
 
-    def started(enough):
-        with open(log, "ab") as handle:
-            process = launching.start(world.root / "c" / "settings.json", handle)
-        until(lambda: step() >= enough or process.poll() is not None)
-        assert process.poll() is None, log.read_text()
-        return process, psutil.Process(process.pid).children()
-
-    with watched(folder) as sizes:
-        process, feeders = started(13)
-        process.kill()
-        process.wait()
-        assert len(feeders) == 1 and not psutil.wait_procs(feeders, timeout=5)[1]
-        made = {file.name: file.stat().st_mtime_ns for file in (folder / "kept").glob("*.safetensors")}
-        assert len(made) > 10
-
-        process, feeders = started(30)
-        feeders[0].kill()
-        assert process.wait(60) == 1
-        last = log.read_text().strip().splitlines()[-1]
-        assert last.startswith("error: the process that makes the states was killed by SIGKILL, usually for lack of")
-        newest = max(int(path.name[5:]) for path in (world.root / "c" / "checkpoints").iterdir())
-        assert newest == step() >= 30  # nothing of what was trained is lost
-
-        lines = launching.launch(settings, range(128))
+    with pytest.raises(UserError, match="^the process that makes the states was killed by SIGKILL, usually for lack"):
+        launching.launch(settings, range(128), kill)
+    made = {file.name: file.stat().st_mtime_ns for file in (folder / "kept").glob("*.safetensors")}
+    newest = max(int(path.name[5:]) for path in (world.root / "c" / "checkpoints").iterdir())
+    assert newest == read_metrics(world.root / "c" / "metrics.jsonl")[-1]["step"]  # nothing that was trained is lost
+    lines = launching.launch(settings, range(128))
     assert made == {file.name: file.stat().st_mtime_ns for file in (folder / "kept").glob("*.safetensors")}
-    assert max(sizes) <= 26_000_000 and not (folder / "ahead").exists()
+    assert len(made) > 10 and not (folder / "ahead").exists()
     assert_alike(lines, undisturbed.lines, 1e-6)
 
 
@@ -298,7 +169,3 @@ def test_one_training_at_a_time(small_world):
     with opened_states(settings), pytest.raises(UserError, match="another training reads the states"):
         with opened_states(settings):
             pass
-
-
-if os.environ.get("OMP_NUM_THREADS"):
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

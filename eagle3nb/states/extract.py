@@ -75,7 +75,7 @@ def share(corpus, target, writer, tokens: dict, dtype: torch.dtype, batch_tokens
 
     Ends when all stand. What another process holds is waited for, and taken over where that process dies.
     """
-    made = []
+    made, begun = [], missing(writer, tokens)
     with Background(writer, clock) as background:
         while left := missing(writer, tokens):
             before = len(made)
@@ -83,17 +83,16 @@ def share(corpus, target, writer, tokens: dict, dtype: torch.dtype, batch_tokens
                 with ExitStack() as claim:
                     if not claim.enter_context(writer.claim(first, last)):
                         continue
-                    expect(bar, tokens, made, missing(writer, tokens))
+                    tell(bar, tokens, begun, made, missing(writer, tokens))
                     tensors = shard(corpus, target, first, last, dtype, batch_tokens, clock, bar, background.check)
                     background.hand(first, last, tensors, claim.pop_all())
                 made.append((first, last))
             background.wait()
             if len(made) == before:
-                expect(bar, tokens, made, left)
-                bar.advance(0, "waits for other processes")
+                tell(bar, tokens, begun, made, left, "waits for other processes")
                 time.sleep(POLL)
                 clock["others_s"] += POLL
-        expect(bar, tokens, made, [])
+        tell(bar, tokens, begun, made, [])
     return made
 
 
@@ -102,9 +101,11 @@ def missing(writer, ranges) -> list[tuple[int, int]]:
     return [r for r in ranges if r not in done]
 
 
-def expect(bar, tokens: dict, made: list, left: list) -> None:
+def tell(bar, tokens: dict, begun: list, made: list, left: list, note: str = "") -> None:
     """The bar's total: what was made here, and what nobody has made so far."""
     bar.expect([sum(tokens[r] for r in {*made, *left})])
+    others = len({*begun} - {*made, *left})
+    bar.advance(0, note or (f"{others} shards by other processes" if others else ""))
 
 
 class Background:

@@ -117,7 +117,7 @@ class ShardWriter:
 
     def enter(self, change) -> None:
         """Replace the manifest by change(manifest), one process at a time."""
-        with claimed(self.folder / MANIFEST, wait=True):
+        with self.claimed(MANIFEST, wait=True):
             write_manifest(self.folder, change(read_manifest(self.folder)))
 
 

@@ -1,4 +1,9 @@
-"""Extraction's refusals, its batches, and the plan of the disk."""
+"""Extraction's refusals, its batches, its pipeline, and the plan of the disk."""
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,8 +11,9 @@ import torch
 
 from eagle3nb.errors import UserError
 from eagle3nb.states import extract as extraction
-from eagle3nb.states import plan
+from eagle3nb.states import forward, plan, writing
 from eagle3nb.states.extract import batches, extract
+from eagle3nb.states.quantise import encode
 from eagle3nb.states.store import Store
 from eagle3nb.states.target import TargetFacts
 
@@ -23,6 +29,81 @@ def test_batches_are_bounded_sorted_and_complete():
     assert all(len(batch) * max(lengths[i] for i in batch) <= 40 for batch in made[1:])
     flat = [lengths[i] for batch in made for i in batch]
     assert flat == sorted(lengths, reverse=True)
+
+
+def test_batches_cost_the_least_that_any_cut_costs():
+    """Padding and 1/32 of the bound a batch, against every way to cut the sorted rows."""
+    rng = np.random.default_rng(0)
+    for bound in (1, 20, 64, 300):
+        for _ in range(12):
+            lengths = rng.integers(1, 90, int(rng.integers(1, 9))).tolist()
+            rows = sorted(lengths, reverse=True)
+            costs = []
+            for cuts in itertools.product([False, True], repeat=len(rows) - 1):
+                ends = [i + 1 for i, cut in enumerate(cuts) if cut] + [len(rows)]
+                parts = [rows[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+                if all(len(part) == 1 or len(part) * part[0] <= bound for part in parts):
+                    costs.append(sum(len(part) * part[0] + bound / 32 for part in parts))
+            made = batches(lengths, bound)
+            assert sorted(i for batch in made for i in batch) == list(range(len(rows)))
+            assert sum(len(b) * max(lengths[i] for i in b) + bound / 32 for b in made) == pytest.approx(min(costs))
+    assert batches([], 10) == []
+
+
+def test_a_shard_is_what_its_rows_are_one_by_one(target):
+    """Rows of one token, rows without a teacher's position, a shard without any."""
+    rng = np.random.default_rng(1)
+    rows = [(rng.integers(3, 90, n).astype(np.int32), (rng.random(n) < p).astype(np.uint8))
+            for n, p in ((1, 1), (40, 0.7), (2, 1), (7, 0), (1, 0), (40, 1), (25, 0.5), (3, 1))]
+    corpus, clock, counts = SimpleNamespace(row=lambda i: rows[i]), {}, []
+    bar = SimpleNamespace(advance=counts.append)
+    for first, last in ((0, 7), (1, 2), (3, 4)):
+        made = extraction.shard(corpus, target, first, last, torch.float32, 100, clock, bar)
+        aux, final, argmax, lse, at, offsets, last_offsets = [], [], [], [], [], [0], [0]
+        for ids, mask in rows[first : last + 1]:
+            positions = [p for p in range(len(ids) - 1) if mask[p] and mask[p + 1]]
+            a, f = target.capture([ids])[0]
+            logits = target.logits(f[positions]).double()
+            aux.append(a)
+            final.append(f[positions])
+            argmax += logits.argmax(-1).tolist()
+            lse += logits.exp().sum(-1).log().tolist()
+            at += positions
+            offsets.append(offsets[-1] + len(ids))
+            last_offsets.append(last_offsets[-1] + len(positions))
+        for name, right in (("aux", torch.cat(aux)), ("last", torch.cat(final))):
+            assert made[name].shape == right.shape and torch.allclose(made[name], right, rtol=1e-4, atol=1e-4)
+        assert made["teacher_argmax"].tolist() == argmax and made["last_positions"].tolist() == at
+        assert np.allclose(made["teacher_lse"].numpy(), lse, atol=1e-5)
+        assert made["row_offsets"].tolist() == offsets and made["last_offsets"].tolist() == last_offsets
+        assert made["input_ids"].tolist() == [i for ids, _ in rows[first : last + 1] for i in ids.tolist()]
+        assert made["rows"].tolist() == list(range(first, last + 1))
+        assert sum(counts) == offsets[-1]
+        counts.clear()
+    assert clock["forward_s"] > 0 and clock["teacher_s"] > 0 and clock["gather_s"] > 0
+
+
+def test_logits_are_computed_where_a_teacher_is_needed_alone_and_in_chunks(corpus, target, tmp_path, monkeypatch):
+    real, asked = target.logits, []
+    monkeypatch.setattr(target, "logits", lambda last: asked.append(len(last)) or real(last))
+    monkeypatch.setattr(forward, "LOGITS_BYTES", 7 * 4 * 256)
+    extract(corpus, target, tmp_path, **SETTINGS)
+    assert sum(asked) == corpus.index["teacher_positions"].sum() and max(asked) == 7
+    assert target.kept == {}
+
+
+def test_the_whole_logits_of_a_batch_are_nowhere(target, monkeypatch):
+    """Nor does a forward keep what it need not: the body alone runs, without a cache and all layers' states."""
+    monkeypatch.setattr(target.head, "forward", lambda *_: pytest.fail("the head ran"))
+    seen, real = [], target.body.forward
+
+    def body(**given):
+        seen.append(real(**given))
+        return seen[-1]
+
+    monkeypatch.setattr(target.body, "forward", body)
+    target.capture([[5, 6, 7]])
+    assert seen[0].past_key_values is None and seen[0].get("hidden_states") is None
 
 
 def test_content_depends_little_on_the_batches_and_not_on_the_shards(corpus, target, tmp_path):
@@ -86,6 +167,32 @@ def test_states_that_are_not_finite_are_named(corpus, target, tmp_path, monkeypa
         extract(corpus, target, tmp_path, **SETTINGS)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_finite_sees_what_isfinite_sees(dtype):
+    rng = torch.Generator().manual_seed(0)
+    for value in (float("nan"), float("inf"), float("-inf"), 6e4):
+        for shape in ((1, 1), (3, 40), (50, 7)):
+            states = torch.randn(shape, generator=rng).to(dtype)
+            assert forward.finite(states)
+            states[int(torch.randint(shape[0], (), generator=rng)), -1] = value
+            assert forward.finite(states) == bool(states.isfinite().all()) == (value == 6e4)
+    assert forward.finite(torch.empty(0, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["aux", "last"])
+def test_an_engine_that_gives_fewer_states_than_tokens(corpus, target, tmp_path, monkeypatch, name):
+    """One state for a row would otherwise be spread over all of its tokens."""
+    capture = target.capture
+
+    def cut(rows):
+        states = capture(rows)
+        return [(aux[-1:] if name == "aux" else aux, last[-1:] if name == "last" else last) for aux, last in states]
+
+    monkeypatch.setattr(target, "capture", cut)
+    with pytest.raises(UserError, match=r"row \d+ has \d+ tokens, the engine gave .* states"):
+        extract(corpus, target, tmp_path, **SETTINGS)
+
+
 def test_rows_that_the_target_cannot_take_are_named(corpus, target, tmp_path, monkeypatch):
     longest = int(corpus.index["tokens"].argmax())
     short = {**vars(target.facts), "max_positions": 100}
@@ -97,6 +204,120 @@ def test_rows_that_the_target_cannot_take_are_named(corpus, target, tmp_path, mo
         extract(corpus, target, tmp_path, **SETTINGS)
     with pytest.raises(UserError, match="row 12 of the corpus holds id 300"):
         extraction.check_ids(torch.tensor([5, 6, 300]), 256, 11, np.array([0, 2, 3]))
+
+
+# ---------------------------------------------------------------------------------------------------- the pipeline
+
+
+def test_the_next_forward_runs_while_a_shard_is_written(corpus, target, tmp_path, monkeypatch):
+    capture, write = target.capture, writing.ShardWriter.write
+    begun, forwards, overlapped = threading.Event(), threading.Event(), []
+
+    def held(self, first, last, tensors):
+        if first == 0:
+            begun.set()
+            overlapped.append(forwards.wait(20))
+        assert threading.current_thread() is not threading.main_thread()
+        return write(self, first, last, tensors)
+
+    monkeypatch.setattr(writing.ShardWriter, "write", held)
+    monkeypatch.setattr(target, "capture", lambda rows: (begun.is_set() and forwards.set()) or capture(rows))
+    made = extract(corpus, target, tmp_path, **SETTINGS)
+    assert overlapped == [True] and made["shards_made"] == made["shards"] > 2
+
+
+def test_two_shards_at_most_are_in_memory(corpus, target, tmp_path, monkeypatch):
+    """The writer is slow: the forward waits for it, and the time is told."""
+    shard, write, count, most = extraction.shard, writing.ShardWriter.write, [0], [0]
+
+    def made(*arguments):
+        count[0] += 1
+        most[0] = max(most[0], count[0])
+        return shard(*arguments)
+
+    def slow(*arguments):
+        time.sleep(0.05)
+        count[0] -= 1
+        return write(*arguments)
+
+    monkeypatch.setattr(extraction, "shard", made)
+    monkeypatch.setattr(writing.ShardWriter, "write", slow)
+    found = extract(corpus, target, tmp_path, **SETTINGS)
+    assert most[0] == 2 and found["wait_s"] > 0.03 and found["write_s"] > 0.05 * found["shards"]
+    parts = sum(found[f"{name}_s"] for name in ("forward", "teacher", "gather", "wait", "others"))
+    assert 0.5 * found["seconds"] < parts <= found["seconds"]
+
+
+@pytest.mark.parametrize("error, told", [(UserError("cannot write manifest.json: No space left"), "cannot write"),
+                                         (ZeroDivisionError("a bug"), "a bug")])
+def test_what_goes_wrong_in_the_writer_is_told_at_once_with_the_shards_name(corpus, target, tmp_path, monkeypatch,
+                                                                           error, told):
+    settings = {**SETTINGS, "batch_tokens": 1, "shard_tokens": 800}  # one row a batch
+    ranges = extraction.stores.shard_ranges(corpus.lengths, 800)
+    capture, write = target.capture, writing.ShardWriter.write
+    failed, later = threading.Event(), []
+
+    def broken(self, first, last, tensors):
+        if first == 0:
+            return write(self, first, last, tensors)
+        time.sleep(0.01)
+        failed.set()
+        raise error
+
+    def slow(rows):
+        if failed.is_set():
+            later.append(len(rows))
+        time.sleep(0.02)
+        return capture(rows)
+
+    monkeypatch.setattr(writing.ShardWriter, "write", broken)
+    monkeypatch.setattr(target, "capture", slow)
+    with pytest.raises(type(error), match=told) as caught:
+        extract(corpus, target, tmp_path, **settings)
+    name = extraction.stores.shard_name(*ranges[1])
+    assert name in str(caught.value) or name in caught.value.__notes__[0]
+    assert len(later) <= 2 < ranges[2][1] - ranges[2][0]  # not the whole shard that was in the target
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        ".lock", "head.safetensors", "manifest.json", extraction.stores.shard_name(*ranges[0])]  # no claim, no part
+    monkeypatch.undo()
+    assert extract(corpus, target, tmp_path, **settings)["shards_kept"] == 1
+
+
+def test_a_shard_that_is_being_written_is_finished_when_the_next_one_fails(corpus, target, tmp_path, monkeypatch):
+    shard, write = extraction.shard, writing.ShardWriter.write
+
+    def failing(*arguments):
+        if arguments[2] > 0:
+            raise KeyboardInterrupt
+        return shard(*arguments)
+
+    monkeypatch.setattr(extraction, "shard", failing)
+    monkeypatch.setattr(writing.ShardWriter, "write", lambda *arguments: time.sleep(0.1) or write(*arguments))
+    with pytest.raises(KeyboardInterrupt):
+        extract(corpus, target, tmp_path, **SETTINGS)
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("*.claim"))
+    assert extract(corpus, target, tmp_path, **SETTINGS)["shards_kept"] == 1
+
+
+def test_states_for_fp8_are_gathered_in_the_targets_own_dtype(corpus, tiny_target, tmp_path, monkeypatch):
+    """A bfloat16 target's in bfloat16: half the memory, and the same eight bits."""
+    from eagle3nb.states.hf import TransformersTarget
+
+    shard, seen, target = extraction.shard, [], TransformersTarget(tiny_target, torch.bfloat16, "cpu")
+    monkeypatch.setattr(extraction, "shard", lambda *arguments: seen.append(arguments[4]) or shard(*arguments))
+    extract(corpus, target, tmp_path, **{**SETTINGS, "dtype": "fp8_e4m3"}, limit=4)
+    assert set(seen) == {torch.bfloat16}
+    store = Store.open(tmp_path)
+    for i, entry in enumerate(store.shards):
+        wide = shard(corpus, target, entry["first"], entry["last"], torch.float32, 512, {},
+                     SimpleNamespace(advance=lambda count: None))
+        values, scale = encode(wide["aux"], 3)
+        assert torch.equal(store.tensors(i)["aux"].view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(store.tensors(i)["aux_scale"], scale)
+
+
+# ---------------------------------------------------------------------------------------------------- the disk
 
 
 def test_the_plan_tells_the_bytes_that_a_store_takes(corpus, target, tmp_path):

@@ -1,15 +1,16 @@
 """The feeder, as a process of its own: python -m eagle3nb.states.feeder STATES
 
-Makes the shards that training has announced (stream.py), in their order, into `kept` and `ahead`: computes one, waits
-until there is room for it, writes it whole. Ends after the last, when training ends, and with one line `error: …` where
-the states cannot be made.
+Makes the shards that training has announced (stream.py), in their order, into `kept` and `ahead`. A shard that was
+computed waits in memory until there is room for it, and is written whole; meanwhile the next is in the target. Ends
+after the last, when training ends, and with one line `error: …` where the states cannot be made.
 """
 
 import os
 import re
 import signal
 import sys
-import time
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,11 @@ from eagle3nb.parent import die_with_parent
 from eagle3nb.progress import progress
 from eagle3nb.states import extract, open_target
 from eagle3nb.states import store as stores
+from eagle3nb.states.forward import shard
 from eagle3nb.states.stream import AHEAD, FEED, FEEDER_LOCK, FEEDING, KEPT, ORDER, POLL, Ordered, shard_bytes
 from eagle3nb.states.writing import same_store
 
+ENDING = threading.Event()
 WHAT = {KEPT: "states that are kept", AHEAD: "states ahead"}
 
 
@@ -37,28 +40,39 @@ def feed(folder: Path, orders: dict, target) -> None:
         todo = orders["todo"][name]
         if not todo:
             continue
-        rows, writer = Ordered(corpus, np.load(folder / name / ORDER)), stores.ShardWriter(folder / name, dtype)
+        rows, writer = Ordered(corpus, np.load(folder / name / ORDER)), Paced(folder, name, orders, target.facts)
         total = sum(int(corpus.lengths[rows.order[first : last + 1]].sum()) for first, last in todo)
-        with progress(total, WHAT[name], "tokens") as bar:
+        clock = dict.fromkeys(extract.CLOCK, 0.0)
+        with progress(total, WHAT[name], "tokens") as bar, extract.Background(writer, clock) as background:
             for first, last in todo:
-                tensors = made(rows, target, first, last, orders, bar)
-                size = shard_bytes(target.facts, len(tensors["input_ids"]), len(tensors["last_positions"]),
-                                   last + 1 - first, dtype)
-                while used(folder) + size > orders["keep_bytes"]:
-                    time.sleep(POLL)
-                writer.write(first, last, tensors)
+                tensors = made(rows, target, first, last, orders, clock, bar, background.check)
+                background.hand(first, last, tensors, ExitStack())
                 del tensors
 
 
-def made(rows: Ordered, target, first: int, last: int, orders: dict, bar) -> dict:
+def made(rows: Ordered, target, first: int, last: int, orders: dict, clock: dict, bar, check) -> dict:
     """One shard's tensors; an error names the corpus's row, not the position."""
     dtype = target.dtype if orders["dtype"] == "fp8_e4m3" else stores.dtype_of(orders["dtype"])
-    clock = {"forward_s": 0.0, "teacher_s": 0.0}
     try:
-        return extract.shard(rows, target, first, last, dtype, orders["batch_tokens"], clock, bar)
+        return shard(rows, target, first, last, dtype, orders["batch_tokens"], clock, bar, check)
     except UserError as error:
-        raise UserError(re.sub(r"\brow (\d+)", lambda found: f"row {rows.order[int(found[1])]}", str(error),
-                               count=1)) from error
+        raise UserError(re.sub(r"^row (\d+)", lambda found: f"row {rows.order[int(found[1])]}", str(error))) from error
+
+
+class Paced:
+    """Writes the shards of a part, each when there is room for it."""
+
+    def __init__(self, folder: Path, name: str, orders: dict, facts):
+        self.folder, self.orders, self.facts = folder, orders, facts
+        self.writer = stores.ShardWriter(folder / name, orders["dtype"])
+
+    def write(self, first: int, last: int, tensors: dict) -> None:
+        size = shard_bytes(self.facts, len(tensors["input_ids"]), len(tensors["last_positions"]), last + 1 - first,
+                           self.orders["dtype"])
+        while used(self.folder) + size > self.orders["keep_bytes"]:
+            if ENDING.wait(POLL):
+                return
+        self.writer.write(first, last, tensors)
 
 
 def used(folder: Path) -> int:
@@ -74,10 +88,15 @@ def used(folder: Path) -> int:
     return total
 
 
+def end(*_) -> None:
+    ENDING.set()
+    sys.exit(143)
+
+
 def main(folder: str) -> int:
     """0 done, 1 the user's fault (one line `error: …`)."""
     die_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, end)
     folder = Path(folder)
     os.environ["EAGLE3NB_PROGRESS"] = str(folder / FEEDING)
     try:

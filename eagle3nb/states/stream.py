@@ -16,8 +16,8 @@ positions give the same bytes in every start. A later epoch makes its rows anew:
 epoch. Rows that are kept are in no shard ahead, in any epoch.
 
 The bound. The bytes of head, kept and ahead together, shards that are being written included, never exceed `keep_bytes`
-(manifests and logs, some kilobytes, come on top). The feeder computes a shard in memory, waits until there is room for
-it, then writes. What cannot fit (head, kept rows and the largest shard) is refused before anything is made.
+(manifests and logs, some kilobytes, come on top). The feeder has a shard computed in memory and waits until there is
+room for it, then writes. What cannot fit (head, kept rows and the largest shard) is refused before anything is made.
 
 Killed. Training resumes at its checkpoint, announces the same order and the position it is at. Shards ahead that stand,
 that it will still read and that fit the bound are used; the others go. The feeder ends when training does; if the
@@ -36,7 +36,6 @@ import numpy as np
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.errors import UserError
 from eagle3nb.files import shown, write_json
-from eagle3nb.lock import only_one
 from eagle3nb.states import extract
 from eagle3nb.states import store as stores
 from eagle3nb.states.plan import head_bytes, states_bytes
@@ -66,8 +65,7 @@ def begin(corpus: Corpus, target, folder: str | Path, *, dtype: str, batch_token
     check_fits(keep_bytes, head_bytes(target.facts), 0, 0, shard)
     fingerprint = extract.fingerprint(corpus, target, rows, dtype, shard_tokens)
     sizes = {"hidden": target.facts.hidden, "vocab": target.facts.vocab, "rows": rows, "tokens": int(lengths.sum())}
-    with only_one(folder / ".lock", wait=False, busy=f"another extraction is writing to {shown(folder)}; wait for it"):
-        writer = stores.open_writer(folder, fingerprint, sizes)
+    with stores.open_writer(folder, fingerprint, sizes) as writer:
         if shards := writer.manifest["shards"]:
             raise UserError(f"{shown(folder)} holds {len(shards)} shards of a whole store; set keep_bytes to 0 to go "
                             f"on with it, or delete {shown(folder)} to stream")

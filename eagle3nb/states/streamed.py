@@ -70,6 +70,11 @@ class Stream:
         self.mine = only_one(self.folder / STREAM_LOCK, wait=False, busy=f"another training reads the states of "
                              f"{shown(self.folder)}; wait for it")
         self.mine.__enter__()
+        # Which holds the folder's lock for us, against who would delete it, and makes sure of the head.
+        self.writer = stores.open_writer(self.folder, self.manifest["fingerprint"],
+                                         {key: self.manifest[key] for key in ("hidden", "vocab", "rows", "tokens")})
+        if not self.writer.manifest["head"]:
+            raise UserError(f"{shown(self.folder / stores.HEAD)} is not what was written; run stage 3 again")
 
     @classmethod
     def open(cls, folder: str | Path, corpus: str | Path, target: str | Path) -> "Stream":
@@ -148,17 +153,17 @@ class Stream:
             known = False
         if not known:
             shutil.rmtree(part.folder, ignore_errors=True)
-        writer = stores.open_writer(part.folder, fingerprint, {
-            "hidden": self.manifest["hidden"], "vocab": self.manifest["vocab"], "rows": len(part.order),
-            "tokens": int(self.lengths[part.order].sum())})
-        with atomic_write(part.folder / ORDER, "wb") as handle:
-            np.save(handle, part.order)
         first = part.shard_of(at) if at < len(part.order) else len(part.ranges)
         within = first + int(np.searchsorted(np.cumsum(part.bytes[first:]), room, side="right"))
-        for gone in writer.done - set(part.ranges[first:within]):
-            (part.folder / stores.shard_name(*gone)).unlink()
-            forget(writer, [stores.shard_name(*gone)])
-        return [r for r in part.ranges[first:] if r not in writer.done]
+        sizes = {"hidden": self.manifest["hidden"], "vocab": self.manifest["vocab"], "rows": len(part.order),
+                 "tokens": int(self.lengths[part.order].sum())}
+        with stores.open_writer(part.folder, fingerprint, sizes) as writer:
+            with atomic_write(part.folder / ORDER, "wb") as handle:
+                np.save(handle, part.order)
+            for gone in writer.done - set(part.ranges[first:within]):
+                (part.folder / stores.shard_name(*gone)).unlink()
+                forget(writer, [stores.shard_name(*gone)])
+            return [r for r in part.ranges[first:] if r not in writer.done]
 
     def check_disk(self, all_bytes: int, bound: int) -> None:
         standing = sum(e["bytes"] for p in self.parts.values() if p.ranges
@@ -234,6 +239,7 @@ class Stream:
         if finished:
             shutil.rmtree(self.folder / AHEAD, ignore_errors=True)
             (self.folder / FEED).unlink(missing_ok=True)
+        self.writer.close()
         self.mine.__exit__(None, None, None)
 
     def __enter__(self) -> "Stream":

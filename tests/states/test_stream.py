@@ -134,6 +134,18 @@ def test_a_start_goes_on_with_what_stands(world, corpus):
     opened.close()
 
 
+def test_a_damaged_head_is_told_and_made_again(world):
+    world.begin()
+    head = world.folder / "head.safetensors"
+    whole = head.read_bytes()
+    head.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match="head.safetensors is not what was written; run stage 3 again"):
+        world.open()
+    world.begin()
+    assert head.read_bytes() == whole
+    world.open().close()
+
+
 def test_another_order_is_another_stream(world):
     world.begin(keep_bytes=50_000_000)
     opened = world.open()

@@ -24,7 +24,7 @@ def same_vocabulary(corpus, target) -> None:
     """UserError where the corpus's ids are another vocabulary's: by its size and, if the merge noted it, its tokens."""
     again = "merge again with this target"
     if corpus.vocab_size != target.facts.vocab:
-        raise UserError(f"the corpus was merged for a vocabulary of {corpus.vocab_size} tokens, the target's is "
+        raise UserError(f"the corpus was merged for a vocabulary of {corpus.vocab_size}, the target's is "
                         f"{target.facts.vocab}; {again}")
     if corpus.tokenizer and corpus.tokenizer != vocabulary_hash(targets.load_tokenizer(target.dir)):
         raise UserError(f"the corpus was merged with another tokenizer than that of {shown(target.dir)}: its ids spell "
@@ -166,9 +166,10 @@ def weights_identity(target, allowed: Tolerance) -> dict:
 
 
 @torch.inference_mode()
-def norm_convention(target, sequences, starts, states, norm, allowed: Tolerance) -> dict:
-    """Does argmax lm_head(last) continue the greedy text as `last` is, or through the final norm? Exactly one may.
+def norm_convention(target, sequences, starts, states, norm, allowed: Tolerance, known: bool) -> dict:
+    """Does argmax lm_head(last) continue the greedy text as `last` is, or only through the final norm?
 
+    known: `last` has been compared with the checkpoint's own.
     A token within rounding of the argmax counts as it: a decode and a prefill in bf16 choose differently now and then.
     """
     agree, count = {"as it is": 0, "through the final norm": 0}, 0
@@ -189,8 +190,8 @@ def norm_convention(target, sequences, starts, states, norm, allowed: Tolerance)
         raise UserError(said + ("; the store needs states after that norm" if normed >= AGREE else
                                 ": that text comes from another head or another last state than these; give the engine "
                                 "the directory of `target`, unchanged"))
-    # A norm whose weights are all alike does nothing to what it has normed: then both readings are one.
-    if normed >= plain and spread >= 1e-3:
+    # Norms whose weights are nearly alike change little twice: then the root mean square tells, or the checkpoint did.
+    if normed >= plain and spread >= 1e-3 and rms is None and not known:
         raise UserError(said + ": which reading is right cannot be told; give the probe more new_tokens")
     if rms is not None and abs(rms - 1) > UNIT:
         raise UserError(f"probe: last over the final norm's weight has root mean square {rms:.3g}, not 1: it has not "

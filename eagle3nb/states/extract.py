@@ -20,6 +20,7 @@ from eagle3nb.files import disk_free, shown
 from eagle3nb.progress import progress
 from eagle3nb.states import store as stores
 from eagle3nb.states import target as targets
+from eagle3nb.states.conformance import same_vocabulary
 from eagle3nb.states.forward import batches, check_finite, check_ids, shard, teacher  # noqa: F401 (known as ours)
 from eagle3nb.states.plan import states_bytes
 
@@ -49,6 +50,7 @@ def extract(corpus: Corpus, target, folder: str | Path, *, dtype: str, batch_tok
     rows = min(limit, len(corpus)) if limit else len(corpus)
     lengths = corpus.index["tokens"].to_numpy(np.int64)[:rows]
     check_corpus(corpus, lengths, target.facts)
+    same_vocabulary(corpus, target)
     sizes = {"hidden": target.facts.hidden, "vocab": target.facts.vocab, "rows": rows, "tokens": int(lengths.sum())}
     ranges = stores.shard_ranges(lengths, shard_tokens)
     tokens = {(first, last): int(lengths[first : last + 1].sum()) for first, last in ranges}
@@ -178,7 +180,7 @@ def check_corpus(corpus: Corpus, lengths, facts) -> None:
     if lengths[longest] > facts.max_positions:
         raise UserError(f"row {longest} of the corpus has {lengths[longest]} tokens, the target takes "
                         f"{facts.max_positions}; lower max_seq_len and merge again")
-    if corpus.vocab_size > facts.vocab:
+    if corpus.vocab_size != facts.vocab:
         raise UserError(f"the corpus was merged for a vocabulary of {corpus.vocab_size}, the target's is "
                         f"{facts.vocab}; merge again with this target")
 

@@ -56,7 +56,7 @@ def probe(target, corpus, *, rows: int = 16, new_tokens: int = 24, seed: int = 0
         if reference.whole:
             last = last_matches(every, truth, norm, allowed)
             logits = conformance.logits_error(target, states, truth, allowed)
-    convention = conformance.norm_convention(target, sequences, starts, states, norm, allowed)
+    convention = conformance.norm_convention(target, sequences, starts, states, norm, allowed, known=bool(last))
     table = conformance.table(target, allowed, what, weights=weights, apart=apart, batch=batch, order=order,
                               layers=layers, last=last, logits=logits, norm=convention)
     sources = policy(target, corpus, tokens=policy_tokens, top_p=top_p, seed=seed) if policy_tokens else []

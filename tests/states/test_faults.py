@@ -11,6 +11,7 @@ import shutil
 import pytest
 import torch
 from faulty import Bare
+from safetensors.torch import load_file, save_file
 
 from eagle3nb.errors import UserError
 from eagle3nb.states.hf import TransformersTarget
@@ -127,8 +128,6 @@ def test_a_last_state_of_another_scale(target, corpus):
 
 def test_before_a_norm_whose_weights_are_all_one(tiny_target, tmp_path, corpus):
     """Such a norm only scales: both readings continue the text, and the state before it is wrong all the same."""
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path / "ones"
     shutil.copytree(tiny_target, folder)
     weights = load_file(folder / "model.safetensors")
@@ -136,6 +135,21 @@ def test_before_a_norm_whose_weights_are_all_one(tiny_target, tmp_path, corpus):
     assert caught(TransformersTarget(folder, torch.float32, "cpu"), corpus) == ""
     assert "before the final norm (vLLM's convention)" in caught(before_norm(folder), corpus)
     assert re.search(r"root mean square [\d.]+, not 1", caught(before_norm(folder), corpus, memory=0))
+
+
+def test_a_norm_that_hardly_changes_what_it_has_normed(tiny_target, tmp_path, corpus, monkeypatch):
+    """Both readings continue the text. The state is right: the root mean square says so, or the checkpoint; without
+    either, nobody can."""
+    folder = tmp_path / "near"
+    shutil.copytree(tiny_target, folder)
+    weights = load_file(folder / "model.safetensors")
+    near = 1 + 0.01 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    save_file(weights | {"model.norm.weight": near}, folder / "model.safetensors", {"format": "pt"})
+    engine = TransformersTarget(folder, torch.float32, "cpu")
+    assert caught(engine, corpus) == caught(engine, corpus, memory=0) == ""
+    monkeypatch.setattr("eagle3nb.states.conformance.root_mean_square", lambda *_: None)
+    assert caught(engine, corpus) == ""
+    assert "which reading is right cannot be told" in caught(engine, corpus, memory=0)
 
 
 # ---------------------------------------------------------------------------------------------------- tokens and rows

@@ -145,6 +145,24 @@ def test_tolerance_is_exact_only_where_nothing_can_flip(target, tmp_path):
     assert not compare.Tolerance(2e-3, 2e-3, 0.95).fits(torch.empty(0))
 
 
+def test_two_layers_that_are_near_are_told_apart_by_the_nearer(target):
+    """Deep models in sixteen bits: the next layer is within the tolerance, and the states are nearer to it."""
+    torch.manual_seed(0)
+    streams, step = [torch.randn(40, 64)], 0.04
+    for _ in range(8):
+        streams.append(streams[-1] + step * torch.randn(40, 64))
+    truth = [references.Streams(torch.stack(streams), None, None)]
+    allowed = compare.Tolerance(2e-1, 5e-2, 0.9)
+
+    def states(*layers):
+        return [(torch.cat([streams[layer] for layer in layers], -1), None)]
+
+    assert len(compare.layers_match(states(2, 4, 5), truth, (2, 4, 5), allowed)) == 3
+    assert allowed.fits(compare.errors(streams[3], streams[4]))
+    with pytest.raises(UserError, match="layer 4 is the residual stream after 3 layers, one layer too early"):
+        compare.layers_match(states(2, 3, 5), truth, (2, 4, 5), allowed)
+
+
 # ---------------------------------------------------------------------------------------------------- on-policy
 
 
@@ -240,7 +258,7 @@ def test_a_corpus_of_another_vocabulary_is_refused_before_anything_runs(corpus, 
 
     monkeypatch.setattr(conformance, "captured", lambda *_: pytest.fail("ran"))
     monkeypatch.setattr(corpus, "vocab_size", 300)
-    with pytest.raises(UserError, match="merged for a vocabulary of 300 tokens, the target's is 256"):
+    with pytest.raises(UserError, match="merged for a vocabulary of 300, the target's is 256"):
         probe(target, corpus)
     monkeypatch.setattr(corpus, "vocab_size", 256)
     tokenizer = tiny.make_tokenizer()

@@ -55,14 +55,19 @@ def begin(corpus: Corpus, target, folder: str | Path, *, dtype: str, batch_token
     """What stage 3 writes instead of the store: the head, the fingerprint, and how the states are to be made.
 
     The kept rows come with training, whose parameters decide which they are. Returns sizes for a table. UserError for
-    a store of something else, shards of a whole store standing there, and a bound that cannot hold head and one shard.
+    a store of something else, shards of a whole store standing there, and a bound that cannot hold the head, one shard
+    and the rows that the merge has held out.
     """
     stores.dtype_of(dtype)
     folder, rows = Path(folder), min(limit, len(corpus)) if limit else len(corpus)
     lengths, teacher = corpus.lengths[:rows], corpus.index["teacher_positions"].to_numpy(np.int64)[:rows]
     extract.check_corpus(corpus, lengths, target.facts)
     shard = largest_shard(target.facts, lengths, teacher, dtype, shard_tokens)
-    check_fits(keep_bytes, head_bytes(target.facts), 0, 0, shard)
+    held = slice(min(rows, corpus.report["validation"]["first_row"]), rows)
+    held_out, count = 0, held.stop - held.start
+    if count:
+        held_out = shard_bytes(target.facts, int(lengths[held].sum()), int(teacher[held].sum()), count, dtype)
+    check_fits(keep_bytes, head_bytes(target.facts), count, held_out, shard)
     fingerprint = extract.fingerprint(corpus, target, rows, dtype, shard_tokens)
     sizes = {"hidden": target.facts.hidden, "vocab": target.facts.vocab, "rows": rows, "tokens": int(lengths.sum())}
     with stores.open_writer(folder, fingerprint, sizes) as writer:
@@ -72,14 +77,14 @@ def begin(corpus: Corpus, target, folder: str | Path, *, dtype: str, batch_token
         if not writer.manifest["head"]:
             writer.write_head(extract.head_of(target))
         head = writer.manifest["head"]["bytes"]
-        check_fits(keep_bytes, head, 0, 0, shard)
+        check_fits(keep_bytes, head, count, held_out, shard)
         write_json(folder / STREAM, {
             "keep_bytes": keep_bytes, "engine": target.engine, "dtype": dtype, "batch_tokens": batch_tokens,
             "shard_tokens": shard_tokens, "tensor_parallel": tensor_parallel, "engine_args": list(engine_args)})
     whole = states_bytes(target.facts, int(lengths.sum()), int(teacher.sum()), dtype)
     return {"rows": rows, "tokens": int(lengths.sum()), "teacher_positions": int(teacher.sum()), "dtype": dtype,
-            "keep_bytes": keep_bytes, "head_bytes": head, "shard_bytes": shard, "whole_bytes": whole,
-            "shards_ahead": (keep_bytes - head) // shard}
+            "keep_bytes": keep_bytes, "head_bytes": head, "held_out_bytes": held_out, "shard_bytes": shard,
+            "whole_bytes": whole, "shards_ahead": (keep_bytes - head - held_out) // shard}
 
 
 def streams(folder: str | Path) -> bool:

@@ -192,6 +192,17 @@ def test_stage_3_and_the_whole_store(world, corpus, target):
         world.begin(dtype="int4")
 
 
+def test_stage_3_counts_what_the_merge_has_held_out(world, corpus, monkeypatch):
+    monkeypatch.setitem(corpus.report, "validation", {"first_row": len(corpus) - 5})
+    made = world.begin()
+    kept = 5 * 64 * 4 * 3 * corpus.lengths[-5:].mean()
+    assert kept < made["held_out_bytes"] < 1.4 * kept + stream.HEADER
+    least = made["head_bytes"] + made["held_out_bytes"] + made["shard_bytes"]
+    with pytest.raises(UserError, match=r", 5 rows that are kept \(0.00\d GB\) and one shard"):
+        world.begin(keep_bytes=least - 1)
+    assert world.begin(keep_bytes=least)["shards_ahead"] == 1
+
+
 def test_a_disk_without_room_is_told(world, monkeypatch):
     world.begin()
     monkeypatch.setattr(streamed, "disk_free", lambda _: 1000)

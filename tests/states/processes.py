@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import shards
@@ -23,6 +24,7 @@ from eagle3nb.states.store import Store, open_writer
 
 torch.set_num_threads(1)
 DTYPE = "fp8_e4m3"
+CHILDREN = []
 
 
 def opened(folder, rows):
@@ -33,6 +35,7 @@ def forked(do) -> int:
     """A child that does something and ends; its process number."""
     child = os.fork()
     if child:
+        CHILDREN.append(child)
         return child
     try:
         do()
@@ -249,6 +252,30 @@ def living(folder: Path) -> None:
     clean(here)
 
 
+def renamed(folder: Path) -> None:
+    """A process stopped between its file's rename and its entry in the manifest: the file is no leftover."""
+    rows, here = 8, folder / "states"
+    opened(here, rows).write_head(shards.head())
+
+    def stopped():
+        writer, enter = opened(here, rows), writing.ShardWriter.enter
+        writing.ShardWriter.enter = lambda *arguments: (os.kill(os.getpid(), signal.SIGSTOP), enter(*arguments))
+        writer.write(0, 3, shards.shard(0, 3, rows))
+
+    child = forked(stopped)
+    os.waitpid(child, os.WUNTRACED)
+    shard = here / manifests.shard_name(0, 3)
+    assert shard.exists() and opened(here, rows).done == set() and shard.exists()
+    os.kill(child, signal.SIGCONT)
+    assert ended(child) == 0 and opened(here, rows).done == {(0, 3)}
+    child = forked(stopped)  # again, and this one dies there
+    os.waitpid(child, os.WUNTRACED)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    manifests.write_manifest(here, manifests.read_manifest(here) | {"shards": []})  # as if it had never been entered
+    assert opened(here, rows).done == set() and not shard.exists()
+
+
 def readers(folder: Path) -> None:
     """Six processes open and read one store at once."""
     rows, ranges = 40, [(0, 9), (10, 30), (31, 39)]
@@ -263,5 +290,11 @@ def readers(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"kill_everywhere": kill_everywhere, "together": together, "living": living, "readers": readers}[sys.argv[1]](
-        Path(sys.argv[2]))
+    scenarios = (kill_everywhere, together, living, renamed, readers)
+    try:
+        {scenario.__name__: scenario for scenario in scenarios}[sys.argv[1]](Path(sys.argv[2]))
+    finally:
+        for child in CHILDREN:  # one that is stopped would outlive us
+            with suppress(OSError):
+                if os.waitpid(child, os.WNOHANG)[0] == 0:
+                    os.kill(child, signal.SIGKILL)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import shards
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eagle3nb.cli import main
 from eagle3nb.corpus.masks import teacher_positions
@@ -170,6 +170,34 @@ def test_no_flipped_byte_is_read_as_something_else(dtype, verify, tmp_path):
             assert file in str(error) and "\n" not in str(error)
             refused += 1
     assert refused > 0.97 * total  # what is left: a row's checksum of nothing, which nobody asks
+
+
+@pytest.mark.parametrize("name, dtype", [
+    ("teacher_lse", "I32"), ("teacher_argmax", "F32"), ("loss_mask", "I8"), ("aux", "F16"), ("aux", "I16"),
+    ("last", "F16"), ("rows", "F64")])
+def test_the_same_bytes_as_another_dtype_are_not_the_same(name, dtype, tmp_path):
+    folder = small(tmp_path, "bf16")
+    path, row = folder / "shard-0000004-0000007.safetensors", 6
+    raw = path.read_bytes()
+    size = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:size])
+    header[name]["dtype"] = dtype
+    path.write_bytes(raw[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(size - 8) + raw[size:])
+    with pytest.raises(UserError, match="row 6 in .*0000004-0000007.*is not what was written"):
+        (Store.open(folder).row(row).aux, Store.open(folder).row(row).last)
+
+
+@pytest.mark.parametrize("name", ["row_offsets", "last_offsets"])
+@pytest.mark.parametrize("at, change", [(0, 1), (4, 1), (4, -1), (2, 50), (2, -50)])
+def test_lengths_that_do_not_fit_are_found_on_opening(name, at, change, tmp_path):
+    """Training is planned from the lengths before a row is looked at."""
+    folder = small(tmp_path, "bf16")
+    path = folder / "shard-0000004-0000007.safetensors"
+    tensors = load_file(path)
+    tensors[name][at] += change
+    save_file(tensors, path)
+    with pytest.raises(UserError, match="0000004-0000007.* is not what was written"):
+        Store.open(folder, verify="never")
 
 
 def read(row) -> list:

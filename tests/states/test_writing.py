@@ -38,11 +38,13 @@ def fill(folder, dtype="bf16") -> Store:
     return Store.open(folder)
 
 
-@pytest.mark.parametrize("scenario", ["kill_everywhere", "together", "living", "readers"])
+@pytest.mark.parametrize("scenario", ["kill_everywhere", "together", "living", "renamed", "readers"])
 def test_processes_that_die_or_meet(scenario, tmp_path):
     tests = Path(__file__).parents[1]
+    paths = [str(tests), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, tests / "states" / "processes.py", scenario, tmp_path], text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": str(tests)}, timeout=120, check=False)
+                          capture_output=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

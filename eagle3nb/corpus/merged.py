@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import orjson
-import pandas as pd
 import xxhash
 
 from eagle3nb.errors import UserError
@@ -33,7 +32,7 @@ class Corpus:
     hash    over the ordered hashes of ids and masks: the content and the order, not how the lines are spelt
     """
 
-    def __init__(self, folder: Path, index: pd.DataFrame, report: dict):
+    def __init__(self, folder: Path, index, report: dict):
         self.folder, self.index, self.report = folder, index, report
         self.hash: str = report["corpus_hash"]
         self.tokens, self.supervised = int(index["tokens"].sum()), int(index["supervised"].sum())
@@ -53,6 +52,8 @@ class Corpus:
                 raise UserError(f"{shown(folder / name)} does not exist; run the merge again")
         if (folder / ROWS).stat().st_size != report["bytes"] or xxh3_file(folder / INDEX) != report["index_xxh3"]:
             raise UserError(f"{shown(folder)} holds files of different merges; run the merge again")
+        import pandas as pd  # here: what merges needs these names and no table yet
+
         return cls(folder, pd.read_parquet(folder / INDEX), report)
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """What the merge does in processes of their own: its two passes, and the reading back.
 
-Kept apart from merge.py and verify.py, which import pandas: a process that starts in a third of a second is worth it.
+Kept apart from merge.py and verify.py: what a process imports costs its start.
 """
 
 import os

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle3nb.corpus import accounts, passes
+from eagle3nb.corpus import index, passes
 from eagle3nb.corpus import lines as lines_module
 from eagle3nb.corpus import merge as merging
 from eagle3nb.corpus import scan as scan_module
@@ -221,7 +221,7 @@ def merged(root: Path, files: dict, write, options: dict, mix: Mix, seed: int, s
     with (mock.patch.object(scan_module, "chunks", partial(lines_module.chunks, size=size)),
           mock.patch.object(scan_module, "batches", partial(batches, size=size)),
           mock.patch.object(merging, "BLOCK", size), mock.patch.object(passes, "HELD", size),
-          mock.patch.object(accounts, "GROUP", min(size, 1 << 16))):
+          mock.patch.object(index, "GROUP", min(size, 1 << 16))):
         return merge(find_sources(root / "in"), root / "out", seed=seed, vocab_size=V, mix=mix, processes=processes,
                      **options)
 

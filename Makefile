@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 BIN := .venv/bin
 RUN ?= demo
 
-.PHONY: setup demo test lint lab corpus benchmark-merge sglang-cpu test-sglang clean
+.PHONY: setup demo test lint lab corpus benchmark-merge benchmark-extraction sglang-cpu test-sglang clean
 
 setup: .venv/.ready
 
@@ -53,6 +53,11 @@ sglang-cpu: .venv-sglang/.ready
 
 test-sglang: sglang-cpu
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/standins .venv-sglang/bin/python -m pytest tests/sglang
+
+# Extraction against bare forward passes of the model, and the store's writer against the disk, in one run (about 3
+# minutes). OPTIONS="--rows 60 --segments 4" for a look; all options: tests/benchmarks/extraction.py.
+benchmark-extraction: setup
+	$(BIN)/python tests/benchmarks/extraction.py $(OPTIONS)
 
 clean:
 	rm -rf .venv .venv-sglang .cache outputs/demo

@@ -21,7 +21,7 @@ from eagle3nb.progress import progress
 from eagle3nb.states import store as stores
 from eagle3nb.states import target as targets
 from eagle3nb.states.conformance import same_vocabulary
-from eagle3nb.states.forward import batches, check_finite, check_ids, shard, teacher  # noqa: F401 (known as ours)
+from eagle3nb.states.forward import Room, batches, check_ids, shard  # noqa: F401 (known as ours)
 from eagle3nb.states.plan import states_bytes
 
 POLL = 0.5  # seconds between looks at what other processes still hold
@@ -77,7 +77,7 @@ def share(corpus, target, writer, tokens: dict, dtype: torch.dtype, batch_tokens
 
     Ends when all stand. What another process holds is waited for, and taken over where that process dies.
     """
-    made, begun = [], missing(writer, tokens)
+    made, begun, rooms = [], missing(writer, tokens), (Room(), Room())
     with Background(writer, clock) as background:
         while left := missing(writer, tokens):
             before = len(made)
@@ -86,7 +86,8 @@ def share(corpus, target, writer, tokens: dict, dtype: torch.dtype, batch_tokens
                     if not claim.enter_context(writer.claim(first, last)):
                         continue
                     tell(bar, tokens, begun, made, missing(writer, tokens))
-                    tensors = shard(corpus, target, first, last, dtype, batch_tokens, clock, bar, background.check)
+                    tensors = shard(corpus, target, first, last, dtype, batch_tokens, clock, bar, background.check,
+                                    rooms[len(made) % 2])  # free: the shard before the one before is written
                     background.hand(first, last, tensors, claim.pop_all())
                 made.append((first, last))
             background.wait()

@@ -28,29 +28,42 @@ class Flight:
 
     batch: list[int]  # rows of the shard
     states: list[tuple[Tensor, Tensor]]  # (aux [T, 3h], last [T, h]) of each
-    last: Tensor  # [sum of T, h]: all of them
-    needed: Tensor  # [S, h]: where a teacher is needed
+    needed: Tensor  # [S, h]: their last, where a teacher is needed
     argmax: Tensor  # int32 [S]
     lse: Tensor  # float32 [S]
     marks: tuple  # before the forward, after it, after the teacher; see `mark`
 
 
+class Room:
+    """Memory for one shard's states after the other: what is new to a process costs its first pass threefold."""
+
+    def __init__(self):
+        self.held = {}
+
+    def take(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """[rows, width]; what was taken by this name before is overwritten."""
+        size = rows * width * dtype.itemsize
+        if size > len(self.held.get(name, "")):
+            self.held[name] = torch.empty(size, dtype=torch.uint8)
+        return self.held[name][:size].view(dtype).view(rows, width) if size else torch.empty(rows, width, dtype=dtype)
+
+
 def shard(corpus, target, first: int, last: int, dtype: torch.dtype, batch_tokens: int, clock: dict, bar,
-          check=lambda: None) -> dict:
+          check=lambda: None, room: Room | None = None) -> dict:
     """The tensors of rows first to last, as shard.py lays them out, states in `dtype`.
 
     clock: "forward_s", "teacher_s" and "gather_s" (states checked, cast and put in place) grow by what is spent;
-    bar.advance(tokens) and check() are called after each batch. UserError for an id beyond the target's vocabulary,
-    states that are not finite, and as many of them as there are not tokens.
+    bar.advance(tokens) and check() are called after each batch. room: where the states are to lie. UserError for an id
+    beyond the target's vocabulary, and for states that are not finite or not as many as there are tokens.
     """
     rows = [corpus.row(i) for i in range(first, last + 1)]
     positions = [teacher_positions(mask) for _, mask in rows]
     offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in rows])])
     last_offsets = np.concatenate([[0], np.cumsum([len(p) for p in positions])])
-    N, S, h = offsets[-1], last_offsets[-1], target.facts.hidden
+    N, S, h, room = int(offsets[-1]), int(last_offsets[-1]), target.facts.hidden, room or Room()
     out = {"input_ids": torch.from_numpy(np.concatenate([ids for ids, _ in rows])),
            "loss_mask": torch.from_numpy(np.concatenate([mask for _, mask in rows])),
-           "aux": torch.empty(N, 3 * h, dtype=dtype), "last": torch.empty(S, h, dtype=dtype),
+           "aux": room.take("aux", N, 3 * h, dtype), "last": room.take("last", S, h, dtype),
            "last_positions": torch.from_numpy(np.concatenate(positions).astype(np.int32)),
            "teacher_argmax": torch.empty(S, dtype=torch.int32), "teacher_lse": torch.empty(S, dtype=torch.float32),
            "row_offsets": torch.from_numpy(offsets.astype(np.int64)),
@@ -100,36 +113,33 @@ def launch(target, batch: list[int], rows, positions, first: int) -> Flight:
     began = mark(device)
     states = target.capture([rows[i][0] for i in batch])
     forwarded = mark(device)
-    starts, at = 0, []
     for i, (aux, last) in zip(batch, states, strict=True):
-        T = len(rows[i][0])
-        if len(aux) != T or len(last) != T:
-            raise UserError(f"row {first + i} has {T} tokens, the engine gave {len(aux)} states (aux) and {len(last)} "
-                            "(last); switch off its prefix cache and its chunked prefill")
-        at.append(starts + positions[i])
-        starts += T
-    last = torch.cat([last for _, last in states])
-    needed = last[torch.from_numpy(np.concatenate(at)).to(last.device)]
-    return Flight(batch, states, last, needed, *teacher(target, needed), (began, forwarded, mark(device)))
+        if len(aux) != len(rows[i][0]) or len(last) != len(rows[i][0]):
+            raise UserError(f"row {first + i} has {len(rows[i][0])} tokens, the engine gave {len(aux)} states (aux) "
+                            f"and {len(last)} (last); switch off its prefix cache and its chunked prefill")
+    needed = torch.cat([last[torch.from_numpy(positions[i]).to(last.device)]
+                        for i, (_, last) in zip(batch, states, strict=True)])
+    return Flight(batch, states, needed, *teacher(target, needed), (began, forwarded, mark(device)))
 
 
 def land(flight: Flight, out: dict, first: int, layers, clock: dict) -> None:
     """Check the batch's states and put them in their rows' places."""
     began, (started, forwarded, taught) = time.perf_counter(), flight.marks
     with beside(taught):
-        parts = [aux for aux, _ in flight.states]
-        if flight.last.is_cuda:  # there one transfer is worth a copy
-            parts = [torch.cat(parts)]
-        if not all(map(finite, [*parts, flight.last])):
+        parts = [[states[kind] for states in flight.states] for kind in (0, 1)]
+        if flight.needed.is_cuda:  # where one large transfer, or check, is worth a copy
+            parts = [[torch.cat(of_rows)] for of_rows in parts]
+        if not all(map(finite, [*parts[0], *parts[1]])):
             for i, (aux, last) in zip(flight.batch, flight.states, strict=True):
                 check_finite(aux, last, first + i, layers)
-        if flight.last.is_cuda:
-            parts = parts[0].to(out["aux"].dtype).cpu().split([len(aux) for aux, _ in flight.states])
+        aux = parts[0]
+        if flight.needed.is_cuda:
+            aux = aux[0].to(out["aux"].dtype).cpu().split([len(states[0]) for states in flight.states])
         found = {"last": flight.needed.to(out["last"].dtype).cpu(), "teacher_argmax": flight.argmax.cpu(),
                  "teacher_lse": flight.lse.cpu()}
     offsets, last_offsets, done = out["row_offsets"].tolist(), out["last_offsets"].tolist(), 0
-    for i, aux in zip(flight.batch, parts, strict=True):
-        out["aux"][offsets[i] : offsets[i + 1]] = aux
+    for i, states in zip(flight.batch, aux, strict=True):
+        out["aux"][offsets[i] : offsets[i + 1]] = states
         place = slice(last_offsets[i], last_offsets[i + 1])
         count = place.stop - place.start
         for name, value in found.items():

@@ -227,7 +227,8 @@ def test_the_next_forward_runs_while_a_shard_is_written(corpus, target, tmp_path
 
 
 def test_two_shards_at_most_are_in_memory(corpus, target, tmp_path, monkeypatch):
-    """The writer is slow: the forward waits for it, and the time is told."""
+    """The writer is slow: the forward waits for it, the time is told, and no shard takes the other's place."""
+    extract(corpus, target, tmp_path / "whole", **SETTINGS)
     shard, write, count, most = extraction.shard, writing.ShardWriter.write, [0], [0]
 
     def made(*arguments):
@@ -242,7 +243,8 @@ def test_two_shards_at_most_are_in_memory(corpus, target, tmp_path, monkeypatch)
 
     monkeypatch.setattr(extraction, "shard", made)
     monkeypatch.setattr(writing.ShardWriter, "write", slow)
-    found = extract(corpus, target, tmp_path, **SETTINGS)
+    found = extract(corpus, target, tmp_path / "slow", **SETTINGS)
+    assert Store.open(tmp_path / "slow").content_hash() == Store.open(tmp_path / "whole").content_hash()
     assert most[0] == 2 and found["wait_s"] > 0.03 and found["write_s"] > 0.05 * found["shards"]
     parts = sum(found[f"{name}_s"] for name in ("forward", "teacher", "gather", "wait", "others"))
     assert 0.5 * found["seconds"] < parts <= found["seconds"]

@@ -28,7 +28,8 @@ class Flight:
 
     batch: list[int]  # rows of the shard
     states: list[tuple[Tensor, Tensor]]  # (aux [T, 3h], last [T, h]) of each
-    needed: Tensor  # [S, h]: their last, where a teacher is needed
+    last: Tensor  # [sum of T, h]: all of them
+    needed: Tensor  # [S, h]: where a teacher is needed
     argmax: Tensor  # int32 [S]
     lse: Tensor  # float32 [S]
     marks: tuple  # before the forward, after it, after the teacher; see `mark`
@@ -113,28 +114,32 @@ def launch(target, batch: list[int], rows, positions, first: int) -> Flight:
     began = mark(device)
     states = target.capture([rows[i][0] for i in batch])
     forwarded = mark(device)
+    starts, at = 0, []
     for i, (aux, last) in zip(batch, states, strict=True):
-        if len(aux) != len(rows[i][0]) or len(last) != len(rows[i][0]):
-            raise UserError(f"row {first + i} has {len(rows[i][0])} tokens, the engine gave {len(aux)} states (aux) "
-                            f"and {len(last)} (last); switch off its prefix cache and its chunked prefill")
-    needed = torch.cat([last[torch.from_numpy(positions[i]).to(last.device)]
-                        for i, (_, last) in zip(batch, states, strict=True)])
-    return Flight(batch, states, needed, *teacher(target, needed), (began, forwarded, mark(device)))
+        T = len(rows[i][0])
+        if len(aux) != T or len(last) != T:
+            raise UserError(f"row {first + i} has {T} tokens, the engine gave {len(aux)} states (aux) and {len(last)} "
+                            "(last); switch off its prefix cache and its chunked prefill")
+        at.append(starts + positions[i])
+        starts += T
+    last, at = torch.cat([last for _, last in states]), torch.from_numpy(np.concatenate(at))
+    if last.is_cuda:  # pinned, since another copy would wait for the forward
+        at = at.pin_memory().to(last.device, non_blocking=True)
+    needed = last[at]
+    return Flight(batch, states, last, needed, *teacher(target, needed), (began, forwarded, mark(device)))
 
 
 def land(flight: Flight, out: dict, first: int, layers, clock: dict) -> None:
     """Check the batch's states and put them in their rows' places."""
     began, (started, forwarded, taught) = time.perf_counter(), flight.marks
     with beside(taught):
-        parts = [[states[kind] for states in flight.states] for kind in (0, 1)]
-        if flight.needed.is_cuda:  # where one large transfer, or check, is worth a copy
-            parts = [[torch.cat(of_rows)] for of_rows in parts]
-        if not all(map(finite, [*parts[0], *parts[1]])):
-            for i, (aux, last) in zip(flight.batch, flight.states, strict=True):
-                check_finite(aux, last, first + i, layers)
-        aux = parts[0]
-        if flight.needed.is_cuda:
-            aux = aux[0].to(out["aux"].dtype).cpu().split([len(states[0]) for states in flight.states])
+        aux = [states[0] for states in flight.states]
+        whole = [torch.cat(aux)] if flight.last.is_cuda else aux  # there one transfer, and check, is worth a copy
+        if not all(map(finite, [*whole, flight.last])):
+            for i, states in zip(flight.batch, flight.states, strict=True):
+                check_finite(*states, first + i, layers)
+        if flight.last.is_cuda:
+            aux = whole[0].to(out["aux"].dtype).cpu().split([len(states) for states in aux])
         found = {"last": flight.needed.to(out["last"].dtype).cpu(), "teacher_argmax": flight.argmax.cpu(),
                  "teacher_lse": flight.lse.cpu()}
     offsets, last_offsets, done = out["row_offsets"].tolist(), out["last_offsets"].tolist(), 0

@@ -226,6 +226,15 @@ def test_the_next_forward_runs_while_a_shard_is_written(corpus, target, tmp_path
     assert overlapped == [True] and made["shards_made"] == made["shards"] > 2
 
 
+def test_a_batch_is_begun_before_the_states_of_the_one_before_are_brought_in(corpus, target, monkeypatch):
+    """On a GPU, which runs behind, the next forward then hides the copying."""
+    order, capture = [], target.capture
+    monkeypatch.setattr(target, "capture", lambda rows: order.append("begun") or capture(rows))
+    bar = SimpleNamespace(advance=lambda count: order.append("in"))
+    extraction.shard(corpus, target, 0, 9, torch.float32, 1, {}, bar)
+    assert order == ["begun", *(["begun", "in"] * 9), "in"]
+
+
 def test_two_shards_at_most_are_in_memory(corpus, target, tmp_path, monkeypatch):
     """The writer is slow: the forward waits for it, the time is told, and no shard takes the other's place."""
     extract(corpus, target, tmp_path / "whole", **SETTINGS)

@@ -148,7 +148,8 @@ def test_code_counts_for_the_stages_that_compute_with_it(tmp_path, monkeypatch):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("before")
     monkeypatch.setattr(provenance.eagle3nb, "__file__", str(package / "__init__.py"))
-    for name, touched in (("record/run.py", set()), ("acceptance/decode.py", {"evaluation"}), ("files.py", set(STAGES)),
+    for name, touched in (("record/run.py", set()), ("files.py", set(STAGES)),
+                          ("acceptance/decode.py", {"audit", "merge", "evaluation"}),
                           ("drafter/train.py", {"audit", "training", "evaluation"}), ("corpus/merge.py", set(STAGES))):
         before = {stage: provenance.code_hash(stage) for stage in STAGES}
         (package / name).write_text("after")

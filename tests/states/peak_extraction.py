@@ -21,7 +21,7 @@ from eagle3nb.states.target import facts_of, target_identity
 class RandomCorpus:
     """What the extraction uses of a corpus: rows of one length, the last 60 % supervised."""
 
-    hash = "random"
+    hash, tokenizer = "random", None
 
     def __init__(self, rows: int, length: int, vocab: int):
         self.ids = np.random.default_rng(0).integers(0, vocab, (rows, length)).astype(np.int32)

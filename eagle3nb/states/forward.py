@@ -138,10 +138,11 @@ def land(flight: Flight, out: dict, first: int, layers, clock: dict) -> None:
         if not all(map(finite, [*whole, flight.last])):
             for i, states in zip(flight.batch, flight.states, strict=True):
                 check_finite(*states, first + i, layers)
+        needed = flight.needed
         if flight.last.is_cuda:
             aux = whole[0].to(out["aux"].dtype).cpu().split([len(states) for states in aux])
-        found = {"last": flight.needed.to(out["last"].dtype).cpu(), "teacher_argmax": flight.argmax.cpu(),
-                 "teacher_lse": flight.lse.cpu()}
+            needed = needed.to(out["last"].dtype).cpu()
+        found = {"last": needed, "teacher_argmax": flight.argmax.cpu(), "teacher_lse": flight.lse.cpu()}
     offsets, last_offsets, done = out["row_offsets"].tolist(), out["last_offsets"].tolist(), 0
     for i, states in zip(flight.batch, aux, strict=True):
         out["aux"][offsets[i] : offsets[i + 1]] = states

@@ -12,6 +12,7 @@ The file's checksum lies in the manifest and tells whether a byte changed. Those
 looked at is checked, and no more, so that one row costs no gigabytes and eight processes read each their own.
 """
 
+import ctypes
 import json
 import os
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ OF_TOKENS = ("input_ids", "loss_mask")
 OF_TEACHER = ("last_positions", "teacher_argmax", "teacher_lse")
 FORMATS = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
            torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}  # in the order of the file
-BLOCK = 1 << 24  # bytes of one write
+BLOCK = 1 << 22  # bytes of one write
+START = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux alone: man 2 sync_file_range
 
 
 @dataclass(frozen=True)
@@ -205,5 +207,13 @@ def write_tensors(path: Path, tensors: dict) -> tuple[int, str]:
                 digest.update(left)
                 while len(left):  # a write may be cut short, by a full disk first of all
                     left = left[handle.write(left):]
+                start_writing(handle)
         os.fsync(handle.fileno())
     return 8 + len(text) + at, digest.hexdigest()
+
+
+def start_writing(handle) -> None:
+    """Have the disk begin with what was written so far, while the rest is prepared: half as fast again as leaving all
+    of it to fsync, which still says whether it is there."""
+    if START:
+        START(handle.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), 2)  # from 0 to the end; SYNC_FILE_RANGE_WRITE

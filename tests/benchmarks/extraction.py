@@ -5,7 +5,7 @@
                                           [--threads N] [--writer-mb 400] [--repeats 5] [--folder DIR] [--json FILE]
                                           [--no-gate]
 
-About 3 minutes on two quiet cores, 6 GB of memory, 1 GB of disk. Two questions:
+About 3 minutes on two quiet cores, 4 GB of memory, 2 GB of disk. Two questions:
 
 What does extraction cost beside the forward? The demo corpus is merged, its first rows are cut into segments, and each
 segment is run twice, in an order that alternates, so that a busy machine slows both alike:
@@ -14,7 +14,8 @@ segment is run twice, in an order that alternates, so that a busy machine slows 
 A segment's figure is the ratio of the two rates; the median of the segments counts. `teacher` (the lm_head at the
 positions that need it, which the floor has not) is timed by the extraction itself and left out of the comparison. CPU
 time is told beside wall time: it counts the writer's thread whether it runs beside the forward or not, and other
-processes hardly change it.
+processes hardly change it. Where others keep the cores busy, `--threads 1` and the CPU time tell more than wall time:
+two threads of one product then wait for one another, up to ten times longer than they compute.
 
 What does the writer cost beside the disk? A target that costs nothing (states that lie ready, a vocabulary of 64) goes
 through the same `extract`; in turn with it, the same files are written plainly: write, fsync, one after the other.

@@ -13,6 +13,7 @@ from eagle3nb.errors import UserError
 from eagle3nb.states import extract as extraction
 from eagle3nb.states import forward, plan, writing
 from eagle3nb.states.extract import batches, extract
+from eagle3nb.states.hf import TransformersTarget
 from eagle3nb.states.quantise import encode
 from eagle3nb.states.store import Store
 from eagle3nb.states.target import TargetFacts
@@ -92,8 +93,12 @@ def test_logits_are_computed_where_a_teacher_is_needed_alone_and_in_chunks(corpu
     assert target.kept == {}
 
 
-def test_the_whole_logits_of_a_batch_are_nowhere(target, monkeypatch):
-    """Nor does a forward keep what it need not: the body alone runs, without a cache and all layers' states."""
+def test_the_whole_logits_of_a_batch_are_nowhere(tmp_path, monkeypatch):
+    """Nor does a forward keep what it need not: the body alone runs, without a cache and all layers' states, even
+    where the checkpoint's config asks for them."""
+    import tiny
+
+    target = TransformersTarget(tiny.make_target(tmp_path, output_hidden_states=True), torch.float32, "cpu")
     monkeypatch.setattr(target.head, "forward", lambda *_: pytest.fail("the head ran"))
     seen, real = [], target.body.forward
 
@@ -313,8 +318,6 @@ def test_a_shard_that_is_being_written_is_finished_when_the_next_one_fails(corpu
 
 def test_states_for_fp8_are_gathered_in_the_targets_own_dtype(corpus, tiny_target, tmp_path, monkeypatch):
     """A bfloat16 target's in bfloat16: half the memory, and the same eight bits."""
-    from eagle3nb.states.hf import TransformersTarget
-
     shard, seen, target = extraction.shard, [], TransformersTarget(tiny_target, torch.bfloat16, "cpu")
     monkeypatch.setattr(extraction, "shard", lambda *arguments: seen.append(arguments[4]) or shard(*arguments))
     extract(corpus, target, tmp_path, **{**SETTINGS, "dtype": "fp8_e4m3"}, limit=4)

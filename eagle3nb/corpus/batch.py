@@ -13,7 +13,7 @@ import orjson
 import simdjson
 
 from eagle3nb.corpus.lines import CHUNK, Chunk, Lines, read
-from eagle3nb.corpus.records import Unusable, conversation, tokens
+from eagle3nb.corpus.records import Record, Unusable, conversation, tokens
 
 BARE = {"id", "source", "input_ids", "loss_mask"}
 TEXT = {"messages", "conversations", "prompt", "response"}  # what the second derivation of a missing mask reads
@@ -65,6 +65,13 @@ class Batch:
             return conversation(row), tools if isinstance(tools, list) else None
         except Unusable:
             return None, None
+
+    def record(self, r: int, source: str = "", file: str = "") -> Record:
+        """Row r by itself, its line as counted in the chunk; `source` and `file` as a record may show them."""
+        messages, tools = self.messages(r)
+        return Record(self.ids[self.row(r)], self.mask[self.row(r)] if self.own[r] else None, messages, tools,
+                      self.raws[r], source, file, int(self.lines[r]) + 1,
+                      None if self.offsets[r] < 0 else int(self.offsets[r]), bool(self.plain[r]))
 
 
 def batches(chunk: Chunk, *, vocab_size: int, tokenizer=None, size: int = CHUNK) -> Iterator[Batch]:

@@ -106,8 +106,7 @@ def decide(batch: Batch, rules: Rules) -> Decisions:
         _second(batch, mask, rules, reason, checks)
     checks["own"] = int((~take).sum())
 
-    pairs = np.zeros(len(mask), bool)  # p with l[p]·l[p+1] = 1, across rows too; each row's last position is left out
-    pairs[:-1] = (mask[:-1] & mask[1:]).view(bool)
+    pairs = taught(mask)
     length = _cut(mask, batch, rules, reason)
     begin, end = starts[:-1], starts[:-1] + length
     supervised, teachers = counts(mask.view(bool), begin, end), counts(pairs, begin, end - 1)
@@ -156,6 +155,13 @@ def _cut(mask: np.ndarray, batch: Batch, rules: Rules, reason: np.ndarray) -> np
     np.maximum.at(last, rows[fits], inside[fits])
     reason[long & (last == 0) & (reason == KEPT)] = NO_TURN
     return np.where(long, np.where(last > 0, last, most), lengths)
+
+
+def taught(mask: np.ndarray) -> np.ndarray:
+    """bool[N]: the positions p with l[p]·l[p+1] = 1 of rows end to end, across rows too: leave out each row's last."""
+    pairs = np.zeros(len(mask), bool)
+    pairs[:-1] = (mask[:-1] & mask[1:]).view(bool)
+    return pairs
 
 
 def counts(flags: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:

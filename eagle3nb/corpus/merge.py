@@ -26,7 +26,7 @@ from eagle3nb.corpus.overlap import Needles
 from eagle3nb.corpus.passes import Block, FirstPass, first_pass, write_block
 from eagle3nb.corpus.records import Source
 from eagle3nb.corpus.rows import Rows
-from eagle3nb.corpus.scan import Pool, file_name, pool_of, processes_for, scan
+from eagle3nb.corpus.scan import Pool, file_name, named_files, pool_of, processes_for, scan
 from eagle3nb.corpus.selection import Mix, Selection, select
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, disk_free, fresh_folder, replace_folder, shown, write_json
@@ -45,7 +45,7 @@ def merge(sources: list[Source], out_dir: str | Path, *, max_seq_len: int, seed:
     rules, out_dir, mix = Rules(max_seq_len, masks, markers, tokenizer, truncation), Path(out_dir), mix or Mix()
     names = [source.name for source in sources]
     mix.check(names)
-    size = sum(path.stat().st_size for source in sources for path in source.files)
+    size = sum(source.bytes for source in sources)
     with _disk(out_dir), fresh_folder(out_dir) as folder:
         (folder / "spool").mkdir()
         shared = FirstPass(rules, str(folder / "spool"), mix.dedup == "near", needles)
@@ -94,9 +94,7 @@ def _disk(out_dir: Path):
 def _read(sources: list[Source], folder: Path, pool: Pool, vocab_size: int, limit: int):
     """(Rows, a Tally a source); what is not kept goes to rejected.jsonl as it is met."""
     tallies = [accounts.Tally(source.name) for source in sources]
-    files = [(s, file_name(source, f), str(path)) for s, source in enumerate(sources)
-             for f, path in enumerate(source.files)]
-    rows = Rows(files)
+    rows = Rows(named_files(sources))
     with open(folder / REJECTED, "wb") as rejected:
         for found in scan(sources, first_pass, pool, vocab_size=vocab_size, limit=limit, what="merge: reading"):
             part, tally, source = found.value, tallies[found.source], sources[found.source]

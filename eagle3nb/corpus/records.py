@@ -30,6 +30,11 @@ class Source:
     path: Path
     files: tuple[Path, ...]
 
+    @property
+    def bytes(self) -> int:
+        """On disk, as they lie."""
+        return sum(path.stat().st_size for path in self.files)
+
 
 @dataclass(frozen=True)
 class Record:

@@ -14,7 +14,6 @@ from eagle3nb.corpus.conversation import conversation_faults
 from eagle3nb.corpus.decision import decide
 from eagle3nb.corpus.hits import Hits
 from eagle3nb.corpus.lines import Chunk
-from eagle3nb.corpus.records import Record
 from eagle3nb.corpus.scan import pool_of, processes_for
 from eagle3nb.corpus.survey import Looking, SourceSurvey, Survey, marks
 from eagle3nb.progress import progress
@@ -62,16 +61,15 @@ def look_at(vocab_size: int, task: tuple, shared: Looking, add) -> list[tuple[in
     """[(line from 0, rule, detail)] of the wanted lines of one file."""
     number, file, path, lines, offsets = task
     rules, found = replace(shared.rules, tokenizer=shared.rules.words()), []
+    unrendered = replace(rules, tokenizer=None)  # what the survey saw in the ids; the rendering is done once, below
     tokenizer = None if rules.tokenizer is None else rules.words
     for batch, before in _wanted(path, number, file, lines, offsets, vocab_size, tokenizer):
         for r in np.flatnonzero(np.isin(batch.lines + before, lines)):
-            row, (messages, tools) = batch.one(r), batch.messages(r)
-            mask = row.mask if row.own[0] else None
-            record = Record(row.ids, mask, messages, tools, row.raws[0], "", "", 0, None, False)
-            seen = Hits()
-            marks(row, decide(row, shared.rules), shared, seen)
+            row, seen = batch.one(r), Hits()
+            marks(row, decide(row, unrendered), shared, seen)
             line = int(batch.lines[r]) + before
-            found += [(line, rule, detail) for rule, detail in conversation_faults(record, rules, shared.template)
+            found += [(line, rule, detail)
+                      for rule, detail in conversation_faults(batch.record(r), rules, shared.template)
                       if rule not in seen.counts]
             add(1)
     return found

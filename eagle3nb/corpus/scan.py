@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait as wait_for_end
+from pathlib import Path
 
 from eagle3nb.corpus.batch import Batch, batches
 from eagle3nb.corpus.lines import Chunk, chunks
@@ -53,6 +54,11 @@ def file_name(source: Source, file: int) -> str:
     return name.encode("utf-8", "replace").decode()  # a name that is no text must not keep a record from being written
 
 
+def named_files(sources: list[Source]) -> list[tuple[int, str, Path]]:
+    """(source, name as shown, path) of every file, in order."""
+    return [(s, file_name(source, f), path) for s, source in enumerate(sources) for f, path in enumerate(source.files)]
+
+
 def processes_for(size: int, asked: int = 0) -> int:
     """Processes for so many bytes: those asked for, else one for little data and up to four for much."""
     if asked < 0:
@@ -74,7 +80,8 @@ class Pool:
             self.counted = spawn.Value("q", 0)
             sent = replace(shared, rules=shared.rules.packed())
             self.pool = ProcessPoolExecutor(processes, spawn, _begin, (self.counted, sent))
-            self.ready = [self.pool.submit(_nothing) for _ in range(processes)]  # they start while we look around
+            for _ in range(processes):
+                self.pool.submit(_nothing)  # they start while we look around
 
     def map(self, function: Callable, tasks, told: Callable[[int], None]) -> Iterator:
         self.counted.value = shown = 0
@@ -156,12 +163,7 @@ def read_records(source: Source, *, vocab_size: int, tokenizer=None, limit: int 
 
 def _items(source: Source, batch: Batch) -> Iterator[Record | Fault]:
     name, rows = file_name(source, batch.file), []
-    for r in range(len(batch)):
-        messages, tools = batch.messages(r)
-        offset = None if batch.offsets[r] < 0 else int(batch.offsets[r])
-        rows.append((int(batch.lines[r]), Record(
-            batch.ids[batch.row(r)], batch.mask[batch.row(r)] if batch.own[r] else None, messages, tools, batch.raws[r],
-            source.name, name, int(batch.lines[r]) + 1, offset, bool(batch.plain[r]))))
+    rows += [(int(batch.lines[r]), batch.record(r, source.name, name)) for r in range(len(batch))]
     rows += [(line, Fault(source.name, name, line + 1, rule, detail)) for line, rule, detail in batch.faults]
     return (item for _, item in sorted(rows, key=lambda row: row[0]))
 

@@ -12,17 +12,18 @@ import numpy as np
 import xxhash
 
 from eagle3nb.corpus.batch import Batch
-from eagle3nb.corpus.decision import NO_MASK, Decisions, Rules, Tally, counts, decide
+from eagle3nb.corpus.decision import NO_MASK, Decisions, Rules, Tally, counts, decide, taught
 from eagle3nb.corpus.hits import EXAMPLES, Hits
 from eagle3nb.corpus.loops import loops
 from eagle3nb.corpus.overlap import Needles, overlaps
 from eagle3nb.corpus.records import Source, find_sources, is_excluded
 from eagle3nb.corpus.rows import Part, Rows, part_of
-from eagle3nb.corpus.scan import Found, file_name, pool_of, processes_for, scan
+from eagle3nb.corpus.scan import Found, file_name, named_files, pool_of, processes_for, scan
 from eagle3nb.corpus.sketch import sketches
 from eagle3nb.corpus.template import Template, mask_hits, template_hits, template_of
 from eagle3nb.errors import UserError
 
+COLUMNS = ("file", "offset", "line", "lengths", "supervised", "hashes")
 OPEN_END = "open end"  # not a rule by itself
 SHORT = 8  # tokens: hardly a question and an answer
 FULL = 0.9  # of the window: a prompt that takes so much leaves an answer no room
@@ -72,8 +73,7 @@ class SourceSurvey:
     hits: Hits = field(default_factory=Hits)  # rows by rule
     sampled: Counter = field(default_factory=Counter)  # those of them that were seen in the sample's text alone
     examples: dict = field(default_factory=lambda: defaultdict(list))  # rule → [{file, line, at, detail}]
-    columns: dict = field(default_factory=lambda: defaultdict(list))  # of `Look`, with file and line
-
+    parts: dict = field(default_factory=lambda: defaultdict(list))  # COLUMNS of each batch, until `close`
     looked_at: int = 0  # rows whose text was looked at
 
     def __post_init__(self):
@@ -91,10 +91,10 @@ class SourceSurvey:
         for rule, examples in look.hits.examples.items():
             for line, at, detail in examples:
                 self.example(rule, self.files[found.file], found.line(line), at, detail)
-        for name, values in (("file", np.full(len(look.lines), found.file, np.int32)), ("offset", look.offsets),
-                             ("line", look.lines + found.before + 1), ("lengths", look.lengths),
-                             ("supervised", look.supervised), ("hashes", look.hashes)):
-            self.columns[name].append(values)
+        for name, values in zip(COLUMNS, (np.full(len(look.lines), found.file, np.int32), look.offsets,
+                                          look.lines + found.before + 1, look.lengths, look.supervised, look.hashes),
+                                strict=True):
+            self.parts[name].append(values)
 
     def example(self, rule: str, file: str, line: int, at: int | None, detail: str) -> None:
         if len(self.examples[rule]) < EXAMPLES:
@@ -107,13 +107,10 @@ class SourceSurvey:
         self.example(rule, file, line, None, detail)
 
     def close(self) -> None:
-        self.columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
-
-    def __getattr__(self, name: str) -> np.ndarray:
-        """lengths, supervised, hashes, file, line, offset: an array with an entry a usable row, in their order."""
-        if name in ("lengths", "supervised", "hashes", "file", "line", "offset"):
-            return self.columns.get(name, np.zeros(0, np.int64))
-        raise AttributeError(name)
+        """After the last batch: lengths, supervised, hashes, file, line, offset get an entry a usable row, in order."""
+        self.file, self.offset, self.line, self.lengths, self.supervised, self.hashes = (
+            np.concatenate(self.parts[name]) if self.parts[name] else np.zeros(0, np.int64) for name in COLUMNS)
+        self.parts.clear()
 
     @property
     def records(self) -> int:
@@ -184,13 +181,11 @@ def survey(data_root, *, rules: Rules, vocab_size: int, needles: Needles | None 
     shared = Looking(rules, _template(rules), needles, tuple(sorted({*lengths, rules.max_seq_len})))
     find_sources(data_root, exclude)
     sources = find_sources(data_root)
-    sizes = [sum(path.stat().st_size for path in source.files) for source in sources]
     seen = [SourceSurvey(source.name, is_excluded(source.name, exclude),
-                         [file_name(source, f) for f in range(len(source.files))], size, Tally(source.name), vocab_size,
-                         dict.fromkeys(shared.lengths, 0)) for source, size in zip(sources, sizes, strict=True)]
-    rows = Rows([(s, file_name(source, f), path) for s, source in enumerate(sources)
-                 for f, path in enumerate(source.files)])
-    with pool_of(processes_for(sum(sizes), processes), shared) as pool:
+                         [file_name(source, f) for f in range(len(source.files))], source.bytes, Tally(source.name),
+                         vocab_size, dict.fromkeys(shared.lengths, 0)) for source in sources]
+    rows = Rows(named_files(sources))
+    with pool_of(processes_for(sum(source.bytes for source in seen), processes), shared) as pool:
         for found in scan(sources, look, pool, vocab_size=vocab_size, limit=limit, what="audit: reading"):
             of, part = seen[found.source], found.value.part
             of.add(found)
@@ -223,14 +218,13 @@ def look(batch: Batch, shared: Looking) -> Look:
     part.sketches = sketches(ids, mask, starts)
     lengths = batch.lengths
     supervised = counts(made.mask.view(bool), batch.starts[:-1], batch.starts[1:])
-    pairs = np.zeros(len(made.mask), bool)
-    pairs[:-1] = (made.mask[:-1] & made.mask[1:]).view(bool)
     hashes = [xxhash.xxh3_64_intdigest(batch.ids[batch.row(r)]) for r in range(len(batch))]
     kept = [counts(made.mask.view(bool), batch.starts[:-1], batch.starts[:-1] + np.minimum(lengths, length)).sum()
             for length in shared.lengths]
+    teachers = counts(taught(made.mask), batch.starts[:-1], batch.starts[1:] - 1).sum()
     _rules(batch, made, shared, supervised, hits)
     found = Look(part, batch.lines, batch.offsets, lengths.astype(np.int32), supervised.astype(np.int32),
-                 np.array(hashes, np.uint64), int(counts(pairs, batch.starts[:-1], batch.starts[1:] - 1).sum()),
+                 np.array(hashes, np.uint64), int(teachers),
                  np.array(kept, np.int64), hits, *_token_counts(ids, mask, starts, part))
     for examples in hits.examples.values():
         examples[:] = [(int(batch.lines[row]), at, detail) for row, at, detail in examples]

@@ -1,8 +1,9 @@
-"""A process that ends when the one that started it is gone."""
+"""Processes of our own: how they find this package, and that they end when the one that started them is gone."""
 
 import os
 import threading
 import time
+from pathlib import Path
 
 
 def die_with_parent() -> None:
@@ -19,3 +20,10 @@ def die_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For `python -m eagle3nb…` beside us: this very package, and whatever else is on PYTHONPATH."""
+    package = str(Path(__file__).resolve().parents[1])
+    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more

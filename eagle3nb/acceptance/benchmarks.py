@@ -6,6 +6,7 @@ count what it gets right there. Answers are kept by content, so that a second dr
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 import xxhash
 
+from eagle3nb.corpus.loops import ends_in_circles as looping  # an answer without its end-of-turn token
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown, write_json
 from eagle3nb.progress import progress
@@ -20,7 +22,6 @@ from eagle3nb.states.target import target_identity
 
 KEYS = {"id", "source", "messages"}
 CACHE = ".cache/answers"  # shared by all runs of the project: a second drafter finds them there
-LOOP_TOKENS = 24  # a shorter repeated tail is ordinary text: a ruler of dashes, three equal table cells
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,21 @@ def load_prompts(path: str | Path, limit: int = 0) -> list[Prompt]:
     path = resolve(path)
     if not path.is_file():
         raise UserError(f"prompts: {shown(path)} does not exist; name a JSONL file of held-out prompts")
+    prompts = prompts_of(path, path.read_bytes(), lambda line, _: _parse(line), "id, source, messages")
+    return [prompt for prompt, place in zip(prompts, _places(prompts), strict=True) if place < limit or not limit]
+
+
+def prompts_of(path: Path, data: bytes, parse: Callable, wanted: str) -> list[Prompt]:
+    """The prompts of a file's lines by `parse(line, number) -> (fault, prompt)`; blank lines are none.
+
+    Raises UserError at the first fault, at an id that stands there twice, and where there is no prompt (`wanted`: what
+    a line should be an object with).
+    """
     prompts, seen = [], {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(data.splitlines(), start=1):
         if not line.strip():
             continue
-        fault, prompt = _parse(line)
+        fault, prompt = parse(line, number)
         if prompt and prompt.id in seen:
             fault = f"id {prompt.id!r} stands on line {seen[prompt.id]} already"
         if fault:
@@ -82,8 +93,8 @@ def load_prompts(path: str | Path, limit: int = 0) -> list[Prompt]:
         seen[prompt.id] = number
         prompts.append(prompt)
     if not prompts:
-        raise UserError(f"prompts: {shown(path)} holds no prompt; a line is an object with id, source, messages")
-    return [prompt for prompt, place in zip(prompts, _places(prompts), strict=True) if place < limit or not limit]
+        raise UserError(f"prompts: {shown(path)} holds no prompt; a line is an object with {wanted}")
+    return prompts
 
 
 def _places(prompts: list[Prompt]) -> list[int]:
@@ -137,21 +148,6 @@ def render(prompts: list[Prompt], tokenizer) -> list[Prompt]:
         ids = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, return_dict=False)
         return tuple(int(token) for token in ids)
     return [replace(prompt, ids=tokens(prompt)) for prompt in prompts]
-
-
-def looping(ids) -> bool:
-    """Whether an answer ends in a loop: its last 24 tokens or more are a block that stands there at least twice.
-
-    A block of p tokens loops when the longest tail with x[i] = x[i − p] spans max(2 p, 24) tokens or more, the first
-    block included. `ids` without its end-of-turn token. Quadratic in the length, at worst.
-    """
-    ids = np.asarray(ids)
-    for period in range(1, len(ids) // 2 + 1):
-        differs = np.flatnonzero(ids[period:] != ids[:-period])
-        tail = len(ids) - (int(differs[-1]) + 1 if len(differs) else 0)  # includes the first block
-        if tail >= max(2 * period, LOOP_TOKENS):
-            return True
-    return False
 
 
 def answers(target, prompts: list[Prompt], *, max_new_tokens: int, beyond: int, cache_dir: str | Path,

@@ -8,7 +8,7 @@ import json
 from importlib import metadata
 from pathlib import Path
 
-from eagle3nb.acceptance.benchmarks import Prompt, checked
+from eagle3nb.acceptance.benchmarks import Prompt, checked, prompts_of
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown
 
@@ -63,24 +63,11 @@ def _read(file: Path, source: str, named: bool = False) -> list[Prompt]:
     """Prompts of a JSONL file; of `source` where `named`, or where a line names none."""
     try:
         data = file.read_bytes()
-        lines = (gzip.decompress(data) if file.suffix == ".gz" else data).splitlines()
+        data = gzip.decompress(data) if file.suffix == ".gz" else data
     except (OSError, EOFError) as error:
         raise UserError(f"prompts: {shown(file)} cannot be read ({error}); replace the file") from None
-    prompts, seen = [], {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        fault, prompt = _parse(line, number, source, named)
-        if prompt and prompt.id in seen:
-            fault = f"id {prompt.id!r} stands on line {seen[prompt.id]} already"
-        if fault:
-            raise UserError(f"prompts: {shown(file)} line {number}: {fault}; correct or remove the line")
-        seen[prompt.id] = number
-        prompts.append(prompt)
-    if not prompts:
-        raise UserError(f"prompts: {shown(file)} holds no prompt; a line is an object with prompt, question, turns or "
-                        "messages")
-    return prompts
+    return prompts_of(file, data, lambda line, number: _parse(line, number, source, named),
+                      "prompt, question, turns or messages")
 
 
 def _parse(line: bytes, number: int, source: str, named: bool) -> tuple[str, Prompt | None]:

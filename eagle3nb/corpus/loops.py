@@ -10,6 +10,22 @@ MOSTLY = 0.8  # of a run's 8-grams from itself: files of settings come to 0.75
 PLACES = np.uint64((1 << 24) - 1)  # bits of an n-gram's key that tell its place in its run
 
 
+def ends_in_circles(ids) -> bool:
+    """Whether a text's end is a block that stands there at least twice, over 24 tokens or more.
+
+    A block of p tokens circles when the longest tail with x[i] = x[i − p] spans max(2 p, 24) tokens or more, the first
+    block included: a shorter tail is ordinary text, a ruler of dashes, three equal table cells. Quadratic in the
+    length, at worst; `loops` is for many rows.
+    """
+    ids = np.asarray(ids)
+    for period in range(1, len(ids) // 2 + 1):
+        differs = np.flatnonzero(ids[period:] != ids[:-period])
+        tail = len(ids) - (int(differs[-1]) + 1 if len(differs) else 0)  # includes the first block
+        if tail >= max(2 * period, LEAST):
+            return True
+    return False
+
+
 def loops(ids: np.ndarray, mask: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows in which a supervised run goes round in circles: (rows int64[K], at int64[K], share float64[K]).
 

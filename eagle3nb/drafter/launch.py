@@ -18,6 +18,7 @@ from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.settings import Settings
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, shown, write_json
+from eagle3nb.parent import environment
 from eagle3nb.progress import progress
 
 POLL, REDRAW = 0.5, 5.0  # seconds between looks at metrics.jsonl, and between redrawn plots
@@ -53,12 +54,9 @@ def launch(settings: Settings, vocabulary, on_metrics: Callable[[list[dict]], No
 
 def start(settings_path: Path, log) -> subprocess.Popen:
     """python -m eagle3nb.drafter.train in a session of its own: a Ctrl-C reaches it through us, once."""
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1",
-                                "EAGLE3NB_PARENT": str(os.getpid())}
-    environment.pop("EAGLE3NB_PROGRESS", None)  # the notebook's side tells the progress
-    return subprocess.Popen([sys.executable, "-m", "eagle3nb.drafter.train", str(settings_path)], env=environment,
+    around = environment(PYTHONUNBUFFERED="1", EAGLE3NB_PARENT=str(os.getpid()))
+    around.pop("EAGLE3NB_PROGRESS", None)  # the notebook's side tells the progress
+    return subprocess.Popen([sys.executable, "-m", "eagle3nb.drafter.train", str(settings_path)], env=around,
                             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 

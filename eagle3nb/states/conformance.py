@@ -10,6 +10,7 @@ import torch
 from eagle3nb.corpus.merged import vocabulary_hash
 from eagle3nb.errors import UserError
 from eagle3nb.files import shown
+from eagle3nb.states import forward
 from eagle3nb.states import target as targets
 from eagle3nb.states.compare import OTHER_ENGINE, Tolerance, chunks, errors, locate, median, misplaced, over_rows
 from eagle3nb.states.reference import logit_changes
@@ -52,13 +53,8 @@ def captured(target, rows) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def not_finite(aux: torch.Tensor, last: torch.Tensor, layers) -> str:
     """"token 4: layer 2 holds nan", of the first value that is no number; empty where all are."""
-    names = [*(f"layer {layer}" for layer in layers), "the last layer"]
-    for name, part in zip(names, [*aux.chunk(3, dim=-1), last], strict=True):
-        bad = (~part.isfinite()).nonzero()
-        if len(bad):
-            token, channel = map(int, bad[0])
-            return f"token {token}: {name} holds {float(part[token, channel])}"
-    return ""
+    bad = forward.not_finite(aux, last, layers)
+    return f"token {bad[0]}: {bad[1]} holds {bad[2]}" if bad else ""
 
 
 # ---------------------------------------------------------------------------------------------------- the engine alone

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import write_json
+from eagle3nb.states.layout import MANIFEST
 
 SUFFIX = ".reclaiming"
-MANIFEST = "manifest.json"  # of a store: goes first, so that no reader takes what is left for one
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -43,14 +43,11 @@ def extract(corpus: Corpus, target, folder: str | Path, *, dtype: str, batch_tok
     Raises UserError for a row that the target cannot take, states that are not finite, a full disk, and a store of
     something else standing in `folder`; shards that were finished before stay.
     """
-    kind = stores.dtype_of(dtype)
-    if dtype == "fp8_e4m3":
-        kind = target.dtype  # exact, and where the target computes in bf16 half the memory
+    kind = gathered_in(target, dtype)
     folder = Path(folder)
     rows = min(limit, len(corpus)) if limit else len(corpus)
     lengths = corpus.index["tokens"].to_numpy(np.int64)[:rows]
-    check_corpus(corpus, lengths, target.facts)
-    same_vocabulary(corpus, target)
+    check_corpus(corpus, lengths, target)
     sizes = {"hidden": target.facts.hidden, "vocab": target.facts.vocab, "rows": rows, "tokens": int(lengths.sum())}
     ranges = stores.shard_ranges(lengths, shard_tokens)
     tokens = {(first, last): int(lengths[first : last + 1].sum()) for first, last in ranges}
@@ -174,16 +171,21 @@ def fingerprint(corpus: Corpus, target, rows: int, dtype: str, shard_tokens: int
             "computed in": str(target.dtype).removeprefix("torch.")}
 
 
-def check_corpus(corpus: Corpus, lengths, facts) -> None:
+def gathered_in(target, dtype: str) -> torch.dtype:
+    """In which the states of a shard wait to be written. UserError for a states_dtype that cannot be written."""
+    kind = stores.dtype_of(dtype)
+    return target.dtype if dtype == "fp8_e4m3" else kind  # exact, and of a target in bf16 half the memory of fp32
+
+
+def check_corpus(corpus: Corpus, lengths, target) -> None:
+    """UserError where the target cannot take the rows, by their lengths or by their vocabulary."""
     if not len(lengths):
         raise UserError("the corpus has no rows; run the merge again")
     longest = int(lengths.argmax())
-    if lengths[longest] > facts.max_positions:
+    if lengths[longest] > target.facts.max_positions:
         raise UserError(f"row {longest} of the corpus has {lengths[longest]} tokens, the target takes "
-                        f"{facts.max_positions}; lower max_seq_len and merge again")
-    if corpus.vocab_size != facts.vocab:
-        raise UserError(f"the corpus was merged for a vocabulary of {corpus.vocab_size}, the target's is "
-                        f"{facts.vocab}; merge again with this target")
+                        f"{target.facts.max_positions}; lower max_seq_len and merge again")
+    same_vocabulary(corpus, target)
 
 
 def check_disk(folder: Path, facts, corpus: Corpus, left, lengths, dtype: str) -> None:

@@ -52,7 +52,7 @@ def feed(folder: Path, orders: dict, target) -> None:
 
 def made(rows: Ordered, target, first: int, last: int, orders: dict, clock: dict, bar, check) -> dict:
     """One shard's tensors; an error names the corpus's row, not the position."""
-    dtype = target.dtype if orders["dtype"] == "fp8_e4m3" else stores.dtype_of(orders["dtype"])
+    dtype = extract.gathered_in(target, orders["dtype"])
     try:
         return shard(rows, target, first, last, dtype, orders["batch_tokens"], clock, bar, check)
     except UserError as error:

@@ -185,12 +185,21 @@ def finite(states: Tensor) -> bool:
 
 def check_finite(aux: Tensor, last: Tensor, row: int, layers) -> None:
     """UserError naming row, token and layer of the first NaN or infinity."""
+    if bad := not_finite(aux, last, layers):
+        token, name, _ = bad
+        raise UserError(f"row {row}, token {token}: {name} is not finite; check the target's weights and dtype (fp16 "
+                        "overflows)")
+
+
+def not_finite(aux: Tensor, last: Tensor, layers) -> tuple[int, str, float] | None:
+    """(token, layer in words, value) of the first value that is no number, layer by layer; None where all are."""
     names = [*(f"layer {layer}" for layer in layers), "the last layer"]
     for name, part in zip(names, [*aux.chunk(3, dim=-1), last], strict=True):
-        bad = (~part.isfinite().all(-1)).nonzero()
+        bad = (~part.isfinite()).nonzero()
         if len(bad):
-            raise UserError(f"row {row}, token {int(bad[0])}: {name} is not finite; check the target's weights and "
-                            "dtype (fp16 overflows)")
+            token, channel = map(int, bad[0])
+            return token, name, float(part[token, channel])
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------- a GPU's own time

@@ -11,7 +11,6 @@ The manifest ends with the checksum of every byte before it, so that no byte of 
 """
 
 import json
-import re
 from pathlib import Path
 
 import torch
@@ -19,11 +18,9 @@ import xxhash
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, shown
+from eagle3nb.states.layout import HEAD, LOCK, MANIFEST, OWN, SCHEMA  # noqa: F401 (known as the manifest's)
 
-SCHEMA = 2
-MANIFEST, HEAD, LOCK = "manifest.json", "head.safetensors", ".lock"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn}
-OWN = re.compile(r"(shard-\d{7,}-\d{7,}\.safetensors|head\.safetensors|manifest\.json)(\.\d+\.partial|\.claim)?")
 BLOCK = 1 << 23  # bytes of one read
 SEAL = ',\n "xxh3": "{}"\n}}\n'
 

@@ -25,11 +25,10 @@ from pathlib import Path
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, read_json, resolve, shown, write_json
-from eagle3nb.states.deletion import FOLDER, MANIFEST, SUFFIX, line_of, measure, renamed
+from eagle3nb.parent import environment
+from eagle3nb.states.deletion import FOLDER, SUFFIX, line_of, measure, renamed
+from eagle3nb.states.layout import LOCK, MANIFEST, OWN, SCHEMA
 
-SCHEMA = 2  # the newest store that is known; as store.SCHEMA, OWN as store.OWN (which loads torch)
-OWN = re.compile(r"(shard-\d{7,}-\d{7,}\.safetensors|head\.safetensors|manifest\.json)(\.\d+\.partial|\.claim)?")
-LOCK = ".lock"  # of the extraction that writes a store
 UNITS = {"b": 1} | {f"{prefix}{unit}": base ** power for base, unit in ((1000, "b"), (1024, "ib"))
                     for power, prefix in enumerate("kmgtp", 1)}
 SIZE = re.compile(r"(\d+(?:_\d+)*(?:\.\d+)?)\s*((?:[kmgtp]i?)?b)?", re.IGNORECASE)
@@ -292,11 +291,9 @@ def start(listed: list[Reclaim], log: str | Path) -> Reclaiming:
     write_json(log, [line_of(entry, "running") for entry in job])
     if not job:
         return Reclaiming(listed, None, log)
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     process = subprocess.Popen([sys.executable, "-m", "eagle3nb.states.deletion", str(log)], stdin=subprocess.PIPE,
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                               env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+                               env=environment())
     process.stdin.write(json.dumps(job).encode() + b"\n")
     process.stdin.flush()
     return Reclaiming(listed, process, log)

@@ -61,7 +61,7 @@ def begin(corpus: Corpus, target, folder: str | Path, *, dtype: str, batch_token
     stores.dtype_of(dtype)
     folder, rows = Path(folder), min(limit, len(corpus)) if limit else len(corpus)
     lengths, teacher = corpus.lengths[:rows], corpus.index["teacher_positions"].to_numpy(np.int64)[:rows]
-    extract.check_corpus(corpus, lengths, target.facts)
+    extract.check_corpus(corpus, lengths, target)
     shard = largest_shard(target.facts, lengths, teacher, dtype, shard_tokens)
     held = slice(min(rows, corpus.report["validation"]["first_row"]), rows)
     held_out, count = 0, held.stop - held.start

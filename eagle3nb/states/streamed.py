@@ -18,6 +18,7 @@ from eagle3nb.corpus.merged import Corpus
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, disk_free, read_json, shown, write_json
 from eagle3nb.lock import only_one
+from eagle3nb.parent import environment
 from eagle3nb.states import store as stores
 from eagle3nb.states.shard import Shard, StoredRow, map_file
 from eagle3nb.states.stream import (
@@ -303,10 +304,8 @@ def share_cores() -> tuple[int, int]:
 
 
 def start_feeder(folder: Path) -> subprocess.Popen:
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1",
-                                "EAGLE3NB_PARENT": str(os.getpid()), "OMP_NUM_THREADS": str(share_cores()[1])}
+    around = environment(PYTHONUNBUFFERED="1", EAGLE3NB_PARENT=str(os.getpid()),
+                         OMP_NUM_THREADS=str(share_cores()[1]))
     with open(folder / LOG, "wb") as log:
-        return subprocess.Popen([sys.executable, "-m", "eagle3nb.states.feeder", str(folder)], env=environment,
+        return subprocess.Popen([sys.executable, "-m", "eagle3nb.states.feeder", str(folder)], env=around,
                                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

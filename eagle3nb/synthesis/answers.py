@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from eagle3nb.corpus.loops import ends_in_circles
 from eagle3nb.corpus.masks import Markers, encode, find_markers, mask_from_markers, mask_from_prefixes, render
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, read_json, resolve, shown, write_json, xxh3_file
@@ -206,11 +207,7 @@ def looping(ids) -> bool:
     grams = [tuple(ids[i:i + LOOP_GRAM].tolist()) for i in range(len(ids) - LOOP_GRAM + 1)]
     if len(grams) >= LOOP_TAIL and 1 - len(set(grams)) / len(grams) > LOOP_SHARE:
         return True
-    for period in range(1, len(ids) // 2 + 1):
-        differs = np.flatnonzero(ids[period:] != ids[:-period])
-        if len(ids) - (int(differs[-1]) + 1 if len(differs) else 0) >= max(2 * period, LOOP_TAIL):
-            return True
-    return False
+    return ends_in_circles(ids)
 
 
 def agree(ids: list[int], mask: list[int], messages: list[dict], tokenizer, markers: Markers) -> bool:

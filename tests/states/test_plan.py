@@ -15,7 +15,8 @@ from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, write_json
 from eagle3nb.states import plan, store
 from eagle3nb.states.parameters import parameters, weights_bytes
-from eagle3nb.states.plan import extraction_memory, hours, memory_needs, probe_rate, states_bytes, store_files
+from eagle3nb.states.plan import extraction_memory, hours, memory_needs, states_bytes, store_files
+from eagle3nb.states.rate import probe_rate
 from eagle3nb.states.target import bytes_per_token, facts_of
 
 KIMI = project_root() / "params/kimi-k2.5/target"

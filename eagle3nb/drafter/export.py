@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eagle3nb.drafter import flags
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.drafter.ttt import steps
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, read_json, shown, write_json
-from eagle3nb.states.target import captured_layers
+from eagle3nb.states.target import TargetFacts, captured_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -33,13 +34,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export(model: DraftModel, folder: str | Path, *, target_layers: int, eos: tuple[int, ...] = (),
-           bos: int | None = None, dtype: str = "float32") -> dict:
+           bos: int | None = None, dtype: str = "float32", target: TargetFacts | None = None, captured=None) -> dict:
     """Write config.json and model.safetensors to `folder`, check them, return the config.
 
-    The embedding is left out: engines share the target's. dtype: float32, bfloat16 or float16.
+    The embedding is left out: engines share the target's. dtype: float32, bfloat16 or float16. With `target`, and
+    `captured` (the layers of the states that trained the drafter), raises UserError before anything is written where
+    an engine would load the export and be silently wrong (flags.refuse).
     """
     folder = Path(folder)
     config = engine_config(model.config, target_layers, eos, bos, dtype)
+    if target is not None:
+        flags.refuse(flags.table(model.config, config, target, captured=captured))
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     tensors = {name: x.to(DTYPES[dtype]) if x.is_floating_point() else x for name, x in kept.items()}
     with atomic_write(folder / "model.safetensors", "wb") as handle:
@@ -51,15 +56,16 @@ def export(model: DraftModel, folder: str | Path, *, target_layers: int, eos: tu
 
 def engine_config(c: DraftConfig, target_layers: int, eos, bos, dtype: str) -> dict:
     """What the engines read. RoPE in both spellings: rope_parameters, and the older rope_theta + rope_scaling."""
-    scaling = {key: value for key, value in c.rope.items() if key != "rope_theta"}
+    rope = flags.portable(c.rope, c.max_positions)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "architectures": [ARCHITECTURE], "model_type": "llama", "torch_dtype": dtype,
         "hidden_size": c.hidden, "intermediate_size": c.intermediate, "num_hidden_layers": 1,
         "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "hidden_act": "silu",
         "rms_norm_eps": c.eps, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "vocab_size": c.vocab, "draft_vocab_size": c.draft_vocab, "max_position_embeddings": c.max_positions,
-        "rope_parameters": dict(c.rope), "rope_theta": c.rope["rope_theta"],
-        "rope_scaling": None if c.rope["rope_type"] == "default" else scaling,
+        "rope_parameters": rope, "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "bos_token_id": bos, "eos_token_id": list(eos) if len(eos) != 1 else eos[0],
         "target_hidden_size": c.hidden, "num_aux_hidden_states": 3, "norm_before_residual": False,
         "norm_before_fc": False, "fc_norm": c.fc_norm, "norm_output": c.norm_output,

@@ -21,10 +21,15 @@ COUNTS = ["verifies", "accepted", "delivered"]
 
 @dataclass(frozen=True)
 class Chains:
-    """The drafter's chains over one answer."""
+    """The drafter's chains over one answer.
+
+    Trees would enter here: several candidates a step make `hits` bool [K, candidates, T] with each candidate's parent,
+    and a walk then accepts the longest path of hits; what reads walks would stay as it is.
+    """
 
     answer: object  # benchmarks.Answer
     hits: np.ndarray  # bool [K, T]: step k from slot t drafted x[t+2+k]
+    drafted: np.ndarray | None = None  # int32 [K, n]: what it drafted from the n slots from answer.start − 1 on
 
     def walk(self, steps: int) -> metrics.Walk:
         return metrics.walk(self.hits, self.answer.start, self.answer.end, steps)
@@ -40,28 +45,49 @@ def check_steps(steps: int, steps_max: int) -> None:
 def chains(target, drafter, answers, steps_max: int, *, batch_tokens: int = 4096) -> list[Chains]:
     """Chains of `steps_max` drafts from every slot a server could stand at, in the order of `answers`.
 
+    Answers of about `batch_tokens` tokens are captured together, and one pass of the drafter serves them end to end.
     Raises ValueError where an answer was not taken `steps_max` tokens beyond its end: chains that run past it would be
     counted as misses.
     """
-    if short := [answer.id for answer in answers if len(answer.beyond) < steps_max]:
-        raise ValueError(f"answers {short[:3]} were taken fewer than {steps_max} tokens beyond their end")
     found = [None] * len(answers)
-    with progress(len(answers), "walk", "answers") as bar:
-        for group in length_batches([len(answer.sequence) for answer in answers], batch_tokens):
-            states = target.capture([answers[i].sequence.tolist() for i in group])
-            for i, (aux, _last) in zip(group, states, strict=True):
-                found[i] = Chains(answers[i], chain_hits(drafter, answers[i], aux, steps_max))
-            bar.advance(len(group))
+    for group, aux, _last in captured(target, answers, steps_max, batch_tokens):
+        for i, drafted in zip(group, drafts(drafter, [answers[i] for i in group], aux, steps_max), strict=True):
+            hits = metrics.chain_hits(drafted, answers[i].sequence)
+            found[i] = Chains(answers[i], hits, drafted[:, answer_slots(answers[i])].copy())
     return found
 
 
-def chain_hits(drafter, answer, aux: torch.Tensor, K: int) -> np.ndarray:
-    """bool [K, T] of one answer, from the target's features aux [T, 3h]; False outside the slots of its verifies."""
-    ids = answer.sequence
-    # A verify has at least the answer's last token to bring, so none stands behind end − 3.
-    slots = torch.arange(answer.start - 1, max(answer.end - 2, answer.start - 1))
-    predicted = ttt.chain(drafter, ids, aux.to(drafter.fc.weight.device), K, slots)
-    return metrics.chain_hits(np.asarray(predicted), ids)
+def captured(target, answers, steps_max: int, batch_tokens: int):
+    """(indices, [aux [T, 3h]], [last [T, h]]) of the answers, a batch of like lengths at a time, with progress."""
+    if short := [answer.id for answer in answers if len(answer.beyond) < steps_max]:
+        raise ValueError(f"answers {short[:3]} were taken fewer than {steps_max} tokens beyond their end")
+    with progress(len(answers), "walk", "answers") as bar:
+        for group in length_batches([len(answer.sequence) for answer in answers], batch_tokens):
+            aux, last = zip(*target.capture([answers[i].sequence.tolist() for i in group]), strict=True)
+            yield group, aux, last
+            bar.advance(len(group))
+
+
+def answer_slots(answer) -> slice:
+    """The slots where a verify may stand: it has at least the answer's last token to bring, so none behind end − 3."""
+    return slice(answer.start - 1, max(answer.end - 2, answer.start - 1))
+
+
+def packed(answers) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The answers end to end, as ttt.chain takes them: ids [T], starts [T] and the slots of all verifies [N], int64."""
+    lengths = np.array([len(answer.sequence) for answer in answers])
+    begins = np.cumsum(lengths) - lengths
+    ids = np.concatenate([answer.sequence for answer in answers]).astype(np.int64)
+    slots = [np.arange(len(answer.sequence))[answer_slots(answer)] + begin
+             for answer, begin in zip(answers, begins, strict=True)]
+    return ids, np.repeat(begins, lengths), np.concatenate(slots)
+
+
+def drafts(drafter, answers, aux: list[torch.Tensor], K: int) -> list[np.ndarray]:
+    """For each answer int32 [K, T], drafted target ids from features aux [T, 3h]; −1 outside the slots of verifies."""
+    ids, starts, slots = packed(answers)
+    predicted = ttt.chain(drafter, ids, torch.cat(list(aux)), K, slots, starts)
+    return np.split(predicted, np.flatnonzero(np.diff(starts)) + 1, axis=1)
 
 
 def length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
@@ -93,11 +119,24 @@ def interval(accepted, verifies, *, bootstrap: int, seed: int, level: float = 0.
 
     One seed draws the same prompts for every number of steps, so that intervals beside each other are paired.
     """
+    return ends(resampled(accepted, verifies, resamples(len(accepted), bootstrap, seed)), level)
+
+
+def resamples(prompts: int, bootstrap: int, seed: int) -> np.ndarray:
+    """int64 [bootstrap, prompts]: which prompts each resample holds."""
+    return np.random.default_rng(seed).integers(prompts, size=(bootstrap, prompts))
+
+
+def resampled(accepted, verifies, drawn: np.ndarray) -> np.ndarray:
+    """1 + Σ accepted / Σ verifies of each resample, float64; those without a verify are left out."""
     accepted, verifies = np.asarray(accepted, dtype=np.float64), np.asarray(verifies, dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(len(accepted), size=(bootstrap, len(accepted)))
     below = verifies[drawn].sum(axis=1)
-    taus = 1 + accepted[drawn].sum(axis=1)[below > 0] / below[below > 0]
-    return tuple(float(q) for q in np.quantile(taus, [(1 - level) / 2, (1 + level) / 2]))
+    return 1 + accepted[drawn].sum(axis=1)[below > 0] / below[below > 0]
+
+
+def ends(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+    """The percentiles between which the share `level` of the values lies."""
+    return tuple(float(q) for q in np.quantile(values, [(1 - level) / 2, (1 + level) / 2]))
 
 
 def row(table: pd.DataFrame, *, bootstrap: int, seed: int, **keys) -> dict:
@@ -105,14 +144,14 @@ def row(table: pd.DataFrame, *, bootstrap: int, seed: int, **keys) -> dict:
 
     `low` and `high` are None where one prompt alone was verified: it has no spread to resample.
     """
-    sums = {name: int(table[name].sum()) for name in COUNTS}
+    sums = {name: table[name].sum().item() for name in COUNTS}  # whole numbers, or expected ones (sampled.py)
     measured = {"tau": None, "low": None, "high": None, "delivered_per_verify": None}
     if sums["verifies"]:
         measured["tau"] = metrics.acceptance_length(sums["verifies"], sums["accepted"])
         measured["delivered_per_verify"] = sums["delivered"] / sums["verifies"]
     if (table["verifies"] > 0).sum() > 1:
-        ends = interval(table["accepted"], table["verifies"], bootstrap=bootstrap, seed=seed)
-        measured["low"], measured["high"] = ends
+        measured["low"], measured["high"] = interval(table["accepted"], table["verifies"], bootstrap=bootstrap,
+                                                     seed=seed)
     return {**keys, **measured, "prompts": len(table), "tokens": int(table["tokens"].sum()), **sums}
 
 
@@ -150,7 +189,7 @@ def sentence(total: dict) -> str:
     """A row of `acceptance` in words."""
     between = "" if total["low"] is None else f" [{total['low']:.2f}, {total['high']:.2f}]"
     return (f"acceptance length {total['tau']:.2f}{between} with {total['steps']} "
-            f"drafted tokens, {total['accepted']:,} accepted in {total['verifies']:,} verifies, "
+            f"drafted tokens, {total['accepted']:,.0f} accepted in {total['verifies']:,.0f} verifies, "
             f"{total['prompts']} prompts")
 
 
@@ -161,8 +200,12 @@ def by_position(found: list[Chains], steps: int) -> list[dict]:
     verifies; None without any.
     """
     walks = [chain.walk(steps) for chain in found]
-    verifies = sum(walk.verifies for walk in walks)
     accepted = sum((walk.per_position for walk in walks), np.zeros(steps, dtype=np.int64))
+    return positions(sum(walk.verifies for walk in walks), accepted)
+
+
+def positions(verifies, accepted: np.ndarray) -> list[dict]:
+    """The rows of `by_position` from the verifies and the number [steps] that accepted each position."""
     rows, reached = [], verifies
     for position, right in enumerate(accepted.tolist(), start=1):
         rows.append({"position": position, "reached": reached, "accepted": right,
@@ -213,5 +256,5 @@ def console(rows: list[dict], steps: int) -> list[str]:
         else:
             between = "one prompt" if r["low"] is None else f"{r['low']:.2f} – {r['high']:.2f}"
             lines.append(f"  {name:<20}{r['tau']:>6.2f}   {between:<15}"
-                         f"{r['verifies']:>9}{r['accepted']:>9}{r['delivered']:>10}")
+                         f"{r['verifies']:>9.0f}{r['accepted']:>9.0f}{r['delivered']:>10}")
     return lines

@@ -47,21 +47,31 @@ def steps(model: DraftModel, ids: Tensor, aux: Tensor, starts: Tensor, slots: li
 
 
 @torch.no_grad()
-def chain(model: DraftModel, ids, aux: Tensor, K: int, slots=None) -> np.ndarray:
-    """What the drafter drafts at every slot of one text, true tokens fed: int32 [K, T] target ids, −1 where undefined.
+def chain_states(model: DraftModel, ids, aux: Tensor, K: int, slots=None, starts=None) -> list[tuple[Tensor, Tensor]]:
+    """The drafter's chains over texts that lie end to end, true tokens fed: for each step k (slots [N_k], h2 [N_k, h]).
 
-    ids int [T] (numpy or torch), aux [T, 3h]; slots: ascending slots to compute (default all). Step k of slot t
-    predicts x[t+2+k] and is defined where its input x[t+1+k] exists.
+    ids int [T] and aux [T, 3h] on any device; slots: ascending ones to compute (default all); starts int [T]: the first
+    slot of each slot's text (default: one text). Step k of slot t reads x[t+1+k] and is left out where its text ends
+    before that. The result lies on the model's device.
     """
-    ids = torch.as_tensor(np.asarray(ids), dtype=torch.int64)
-    T = len(ids)
-    slots = torch.arange(T) if slots is None else torch.as_tensor(np.asarray(slots), dtype=torch.int64)
-    per_step = [slots[slots + 1 + k < T] for k in range(K)]
-    predictions = np.full((K, T), -1, dtype=np.int32)
-    outputs = steps(model, ids, torch.as_tensor(aux), torch.zeros(T, dtype=torch.int64), per_step)
-    for k, (at, h2) in enumerate(zip(per_step, outputs, strict=True)):
+    device = model.fc.weight.device
+    ids, slots, starts = (torch.as_tensor(x, dtype=torch.int64, device=device) for x in (
+        ids, range(len(ids)) if slots is None else slots, [0] * len(ids) if starts is None else starts))
+    ends = torch.searchsorted(starts, starts[slots], right=True)                      # of each slot's text
+    per_step = [slots[slots + 1 + k < ends] for k in range(K)]
+    return list(zip(per_step, steps(model, ids, torch.as_tensor(aux).to(device), starts, per_step), strict=True))
+
+
+@torch.no_grad()
+def chain(model: DraftModel, ids, aux: Tensor, K: int, slots=None, starts=None) -> np.ndarray:
+    """What the drafter drafts at `slots`: int32 [K, T] target ids, −1 where undefined; arguments as of `chain_states`.
+
+    Step k of slot t predicts x[t+2+k] and is defined where its input x[t+1+k] exists.
+    """
+    predictions = np.full((K, len(ids)), -1, dtype=np.int32)
+    for k, (at, h2) in enumerate(chain_states(model, ids, aux, K, slots, starts)):
         if len(at):
-            predictions[k, at.numpy()] = model.to_target(drafted(model, h2)).numpy()
+            predictions[k, at.cpu().numpy()] = model.to_target(drafted(model, h2)).cpu().numpy()
     return predictions
 
 

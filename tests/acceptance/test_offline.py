@@ -1,5 +1,6 @@
 """Rows of acceptance from hits made by hand, and the bootstrap against cases whose distribution is known."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from eagle3nb.acceptance import offline
 from eagle3nb.acceptance.benchmarks import Answer
+from eagle3nb.drafter import ttt
 from eagle3nb.errors import UserError
 
 
@@ -127,6 +129,25 @@ def test_batches_by_length():
     lengths = [5, 90, 6, 5, 40, 300]
     assert all(len(g) == 1 or max(lengths[i] for i in g) * len(g) <= 100 for g in groups)
     assert groups[0] == [0, 3, 2] and offline.length_batches([], 100) == []
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 90, 100_000])
+def test_one_pass_over_many_answers_drafts_what_one_over_each_does(world, batch_tokens):
+    """Answers of one and two tokens among them; float32 argmax, whose margins are far above rounding here."""
+    given = [*world.answers, *(replace(world.answers[i], ids=world.answers[i].ids[:n]) for i, n in ((3, 1), (4, 2)))]
+    found = offline.chains(world.target, world.drafter, given, 7, batch_tokens=batch_tokens)
+    for chain, answer in zip(found, given, strict=True):
+        ((aux, _),) = world.target.capture([answer.sequence.tolist()])
+        alone = ttt.chain(world.drafter, answer.sequence, aux, 7)
+        slots = np.arange(answer.start - 1, answer.end - 2)
+        assert chain.answer is answer and chain.drafted.dtype == np.int32
+        assert np.array_equal(chain.drafted, alone[:, slots])
+        for t in range(len(answer.sequence)):
+            for k in range(7):
+                right = t in slots and alone[k, t] == answer.sequence[t + 2 + k]
+                assert chain.hits[k, t] == right
+    assert found[-2].drafted.shape == (7, 0) and found[-1].drafted.shape == (7, 1)
+    assert sum(c.walk(7).accepted for c in found) > 100  # not an empty equality
 
 
 def test_answers_cut_at_their_end_are_refused():

@@ -65,6 +65,22 @@ def test_chain_of_a_slot_depends_on_nothing_after_its_input(model):
     assert (some[:, [3, 9, 37]] == whole[:, [3, 9, 37]]).all() and (some >= 0).sum() == 10
 
 
+def test_chains_of_packed_texts_are_those_of_each_alone(model):
+    lengths = [40, 1, 2, 3, 25, 2]
+    ids, aux = torch.randint(97, (sum(lengths),)), torch.randn(sum(lengths), 96)
+    begins = np.cumsum(lengths) - lengths
+    starts = np.repeat(begins, lengths)
+    whole = chain(model, ids, aux, 4, starts=starts)
+    slots = np.flatnonzero(np.arange(len(ids)) % 3 > 0)
+    some = chain(model, ids.numpy(), aux, 4, slots, starts)
+    for begin, length in zip(begins, lengths, strict=True):
+        text = slice(begin, begin + length)
+        assert np.array_equal(whole[:, text], chain(model, ids[text], aux[text], 4))
+        inside = slots[(slots >= begin) & (slots < begin + length)]
+        assert np.array_equal(some[:, inside], whole[:, inside])
+    assert (np.delete(some, slots, axis=1) == -1).all()
+
+
 def test_chain_of_a_short_text(model):
     assert (chain(model, [5], torch.randn(1, 96), 3) == -1).all()
     assert chain(model, [5, 6], torch.randn(2, 96), 3)[:, 0].tolist()[1:] == [-1, -1]

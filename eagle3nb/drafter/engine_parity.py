@@ -7,20 +7,23 @@ reaches no parameter, and a parameter that no tensor reaches show before anybody
 
 The worker (python -m eagle3nb.drafter.engine_parity FOLDER) reads FOLDER/jobs.json, a list of {"export"} with
 FOLDER/<i>.safetensors {"rows" [T + K, h]: embeddings, "aux" [T, 3h], "positions" [P]}, and writes
-FOLDER/<i>.logits.safetensors {"<k>" [T, D], "rope" [P, dh]: cos, then sin} and FOLDER/reports.json.
+FOLDER/<i>.out.safetensors {"<k>" [T, D], "rope" [P, dh]: cos, then sin, "ids" [D]} and FOLDER/reports.json.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3nb.drafter.export import DTYPES
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.ttt import steps as ttt_steps
 from eagle3nb.errors import UserError
@@ -43,13 +46,13 @@ def sglang(model: DraftModel, folder: str | Path, *, steps: int = 3, tokens: int
 def sglang_all(pairs: list[tuple[DraftModel, str | Path]], *, steps: int = 3, tokens: int = 24, seed: int = 0,
                seconds: float = 600) -> list[dict]:
     """A report an export: {"engine", "version", "checked": True, "max_relative", "by_step" [K], "argmax_equal",
-    "compared", "rope", "unused", "unset", "dtype_auto", "context"}; {"engine", "checked": False, "reason"} where SGLang
-    is not installed.
+    "compared", "rope", "ids_equal", "unused", "unset", "dtype_auto", "context"}; {…, "refused"} with SGLang's own error
+    where it does not take it; {"engine", "checked": False, "reason"} where SGLang is not installed.
 
     Compared are the logits of `steps` steps at `tokens` slots of one random text, in float32, with those of the drafter
     as the export rounds it. "rope": largest difference of RoPE's cos and sin over the whole context, in what float32
     allows. "unused": tensors that reach no parameter; "unset": parameters that no tensor reaches; "dtype_auto" and
-    "context": what the server would take by default. Raises UserError where SGLang refuses the export or dies.
+    "context": what the server would take by default. Raises UserError where the process dies.
     """
     try:
         interpreter = python()
@@ -58,40 +61,35 @@ def sglang_all(pairs: list[tuple[DraftModel, str | Path]], *, steps: int = 3, to
     with tempfile.TemporaryDirectory() as name:
         work, expected = Path(name), []
         for i, (model, folder) in enumerate(pairs):
-            rows, aux, logits = expect(model, folder, steps, tokens, seed + i)
-            places, angles = rope_of(model)
-            save_file({"rows": rows, "aux": aux, "positions": places}, work / f"{i}.safetensors")
-            expected.append((logits, places, angles))
+            found = expect(model, folder, steps, tokens, seed + i)
+            save_file({key: found[key] for key in ("rows", "aux", "positions")}, work / f"{i}.safetensors")
+            expected.append(found)
         write_json(work / "jobs.json", [{"export": str(Path(folder).resolve())} for _, folder in pairs])
         run(interpreter, work, seconds)
-        return [compared(*ours, load_file(work / f"{i}.logits.safetensors"), report)
+        return [compared(ours, report, work / f"{i}.out.safetensors")
                 for i, (ours, report) in enumerate(zip(expected, read_json(work / "reports.json"), strict=True))]
 
 
 @torch.no_grad()
-def expect(model: DraftModel, folder: str | Path, steps: int, tokens: int, seed: int):
-    """(embeddings float32 [T + K, h] of x[1..], aux float32 [T, 3h], logits: K of [T, D]) of a random text, by the
-    drafter with the export's rounding."""
-    generator, c = torch.Generator().manual_seed(seed), model.config
+def expect(model: DraftModel, folder: str | Path, steps: int, tokens: int, seed: int) -> dict:
+    """A random text and what the drafter, rounded as the export, makes of it; all float32 on the CPU.
+
+    {"rows" [T + K, h]: embeddings of x[1..], "aux" [T, 3h], "logits": K of [T, D], "ids" [D]: target ids of D,
+    "positions" int64 [P] over the whole context, "rope" [P, dh]: cos, then sin there, where some tokens' text would not
+    show a wrong base or factor}.
+    """
+    generator, c, context = torch.Generator().manual_seed(seed), model.config, model.config.max_positions
+    kind = DTYPES[read_json(Path(folder) / "config.json")["torch_dtype"]]
     rounded = DraftModel(c, model.embed_tokens.cpu(), model.vocabulary_ids.cpu()).float()
-    kind = read_json(Path(folder) / "config.json")["torch_dtype"]
-    kind = getattr(torch, kind) if isinstance(kind, str) and hasattr(torch, kind) else torch.float32
     rounded.load_state_dict({name: tensor.cpu().to(kind).float() if tensor.is_floating_point() else tensor.cpu()
                              for name, tensor in model.state_dict().items()})
     ids = torch.randint(c.vocab, (tokens + steps + 1,), generator=generator)
     aux = torch.randn(len(ids), 3 * c.hidden, generator=generator)
     outputs = ttt_steps(rounded, ids, aux, torch.zeros(len(ids), dtype=torch.int64), [torch.arange(tokens)] * steps)
-    return rounded.embed(ids[1:]).contiguous(), aux[:tokens].contiguous(), [rounded.logits(h2) for h2 in outputs]
-
-
-@torch.no_grad()
-def rope_of(model: DraftModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions int64 [P] over the whole context, cos then sin float32 [P, dh]): what a text of some tokens would not
-    show of a wrong base or factor."""
-    last = model.config.max_positions - 1
-    places = torch.tensor(sorted({min(p, last) for p in (0, 1, 17, 300, last // 8, last // 2, last)}))
-    cos, sin = (x[:, 0, :x.shape[-1] // 2].cpu().float() for x in model.angles(places.to(model.fc.weight.device)))
-    return places, torch.cat([cos, sin], -1)
+    places = torch.tensor(sorted({min(p, context - 1) for p in (0, 1, 17, 300, context // 8, context // 2, context)}))
+    angles = torch.cat([x[:, 0, :c.head_dim // 2] for x in rounded.angles(places)], -1)
+    return {"rows": rounded.embed(ids[1:]).contiguous(), "aux": aux[:tokens].contiguous(), "positions": places,
+            "logits": [rounded.logits(h2) for h2 in outputs], "ids": rounded.vocabulary_ids, "rope": angles}
 
 
 def run(interpreter: str, work: Path, seconds: float) -> None:
@@ -117,34 +115,47 @@ def run(interpreter: str, work: Path, seconds: float) -> None:
                         "export, or run without the check")
 
 
-def compared(logits: list[torch.Tensor], places: torch.Tensor, angles: torch.Tensor, theirs: dict,
-             report: dict) -> dict:
+def compared(ours: dict, report: dict, file: Path) -> dict:
     """The report with the differences; relative to the largest logit of each step, and to what RoPE may differ by."""
-    pairs = [(ours, theirs[str(k)]) for k, ours in enumerate(logits)]
-    rope = float(((angles - theirs["rope"]).abs().amax(-1) / (ROPE_BOUND[0] + ROPE_BOUND[1] * places)).max())
-    by_step = [float((ours - other).abs().max() / ours.abs().max()) if torch.isfinite(other).all() else float("inf")
-               for ours, other in pairs]
-    equal = sum(int((ours.argmax(-1) == other.argmax(-1)).sum()) for ours, other in pairs)
-    return {"engine": "SGLang", "checked": True, **report, "max_relative": max(by_step), "by_step": by_step,
-            "argmax_equal": equal, "compared": sum(len(ours) for ours, _ in pairs), "rope": rope}
+    report = {"engine": "SGLang", "checked": True, **report}
+    if "refused" in report:
+        return report
+    theirs = load_file(file)
+    pairs = [(logits, theirs[str(k)]) for k, logits in enumerate(ours["logits"])]
+    by_step = [float((a - b).abs().max() / a.abs().max()) if a.shape == b.shape and b.isfinite().all() else math.inf
+               for a, b in pairs]
+    equal = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs)
+    turns = (ours["rope"] - theirs["rope"]).abs().amax(-1) / (ROPE_BOUND[0] + ROPE_BOUND[1] * ours["positions"])
+    return report | {"max_relative": max(by_step), "by_step": by_step, "argmax_equal": equal,
+                     "compared": sum(len(a) for a, _ in pairs), "rope": float(turns.max()),
+                     "ids_equal": "ids" in theirs and torch.equal(ours["ids"], theirs["ids"])}
 
 
 def check(report: dict, folder: str | Path) -> str:
-    """One sentence of a report. Raises UserError where SGLang computes something else from the export."""
+    """One sentence of a report. Raises UserError where SGLang refuses the export or computes something else from it."""
     if not report["checked"]:
         return report["reason"]
-    wrong = [f"{what} {', '.join(report[key])}" for key, what in
-             (("unused", "no parameter takes"), ("unset", "no tensor reaches")) if report[key]]
-    if not report["rope"] <= 1:
-        wrong.append("RoPE turns by other angles than in training")
-    if not report["max_relative"] <= BOUND:
-        wrong.append(f"logits differ by {report['max_relative']:.1e} of the largest, {BOUND:.0e} is allowed")
-    if wrong:
+    if wrong := faults(report):
         raise UserError(f"{shown(folder)} in SGLang {report['version']}: {'; '.join(wrong)}; do not serve it, "
                         "report it")
     return (f"SGLang {report['version']}'s own class gives the drafter's logits within {report['max_relative']:.1e} of "
             f"the largest over {len(report['by_step'])} steps, argmax equal at {report['argmax_equal']} of "
             f"{report['compared']}")
+
+
+def faults(report: dict) -> list[str]:
+    """What is wrong, a phrase each; empty where SGLang computes what the drafter does."""
+    if "refused" in report:
+        return [report["refused"]]
+    wrong = [f"{what} {', '.join(report[key])}" for key, what in
+             (("unused", "no parameter takes"), ("unset", "no tensor reaches")) if report[key]]
+    if not report["ids_equal"]:
+        wrong.append("drafted ids are mapped to other tokens")
+    if not report["rope"] <= 1:
+        wrong.append("RoPE turns by other angles than in training")
+    if not report["max_relative"] <= BOUND:
+        wrong.append(f"logits differ by {report['max_relative']:.1e} of the largest, {BOUND:.0e} is allowed")
+    return wrong
 
 
 # ------------------------------------------------------------------------------------------ SGLang's side
@@ -158,10 +169,18 @@ def worker(work: Path) -> None:
     reports = []
     for i, job in enumerate(read_json(work / "jobs.json")):
         given = load_file(work / f"{i}.safetensors")
-        model, report = load(job["export"], given["rows"])
-        logits = steps_of(model, given["aux"], len(given["rows"]) - len(given["aux"]))
-        found = {str(k): x.contiguous() for k, x in enumerate(logits)} | {"rope": turned(model, given["positions"])}
-        save_file(found, work / f"{i}.logits.safetensors")
+        try:
+            model, report = load(job["export"], given["rows"])
+            logits = steps_of(model, given["aux"], len(given["rows"]) - len(given["aux"]))
+            rope = turned(model, given["positions"])
+        except Exception as error:  # what SGLang refuses is a result: the other exports are still computed
+            traceback.print_exc()
+            reports.append({"version": sglang.__version__, "refused": f"{type(error).__name__}: {error}"[:LONGEST]})
+            continue
+        found = {str(k): x.contiguous() for k, x in enumerate(logits)} | {"rope": rope}
+        if model.hot_token_id is not None:
+            found["ids"] = model.hot_token_id.contiguous()
+        save_file(found, work / f"{i}.out.safetensors")
         reports.append({"version": sglang.__version__, **report})
     (work / "reports.json").write_text(json.dumps(reports))
 
@@ -190,19 +209,21 @@ def load(folder: str, rows: torch.Tensor):
     config = ModelConfig(model_path=folder, dtype="auto", is_draft_model=True)
     torch.set_default_dtype(torch.float32)
     model = LlamaForCausalLMEagle3(config.hf_config)
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
+    model.set_embed(torch.nn.Parameter(rows, requires_grad=False))  # as the engine shares the target's
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" not in name:
+            parameter.data.fill_(float("nan"))
     unused, left = [], missing(model)
     for name, tensor in load_file(Path(folder) / "model.safetensors").items():
+        if "embed_tokens" in name:  # whatever it is, the target's takes its place
+            continue
         ids = model.hot_token_id
         model.load_weights([(name, tensor.float() if tensor.is_floating_point() else tensor)])
         now = missing(model)
         if now == left and model.hot_token_id is ids and name not in IGNORED:
             unused.append(name)
         left = now
-    if "model.embed_tokens.weight" in left:
-        model.set_embed(torch.nn.Parameter(rows, requires_grad=False))  # as the engine shares the target's
-    return model, {"unused": unused, "unset": sorted(missing(model)), "dtype_auto": str(config.dtype).split(".")[-1],
+    return model, {"unused": unused, "unset": sorted(left), "dtype_auto": str(config.dtype).split(".")[-1],
                    "context": config.context_len}
 
 
@@ -224,7 +245,8 @@ def steps_of(model, aux: torch.Tensor, K: int) -> list[torch.Tensor]:
         batch = SimpleNamespace(spec_info=SimpleNamespace(hidden_states=hidden), mm_input_embeds=None, batch_size=1,
                                 forward_mode=ForwardMode.EXTEND, contains_mm_inputs=lambda: False)
         to_head, (hidden,) = model.model(torch.arange(k, T + k), torch.arange(k, T + k), batch)
-        found.append(model.logits_processor._compute_lm_head(to_head, model.lm_head))
+        logits = model.logits_processor._compute_lm_head(to_head, model.lm_head)
+        found.append(logits[:, :model.config.draft_vocab_size])  # the head is padded to a multiple of 64
     return found
 
 
@@ -233,6 +255,8 @@ def turned(model, positions: torch.Tensor) -> torch.Tensor:
     """cos, then sin [P, dh] by which SGLang's RoPE turns: what becomes of a vector of ones, then zeros."""
     attention = model.model.layers[0].self_attn
     one = torch.cat([torch.ones(attention.head_dim // 2), torch.zeros(attention.head_dim // 2)])
+    if hasattr(attention.rotary_emb, "_ensure_cos_sin_cache_length"):  # as model_runner does for a long context
+        attention.rotary_emb._ensure_cos_sin_cache_length(int(positions.max()))
     q, k = one.repeat(len(positions), attention.num_heads), one.repeat(len(positions), attention.num_kv_heads)
     return attention.rotary_emb(positions, q.clone(), k.clone())[1][:, :attention.head_dim].float().contiguous()
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from eagle3nb.drafter import export
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.errors import UserError
@@ -36,11 +38,19 @@ def load_drafter(drafter_dir: str | Path, target_dir: str | Path) -> DraftModel:
     return DraftModel.load(drafter_dir, embedding(target_dir)).float().eval().requires_grad_(False)
 
 
-def load_target(target_dir: str | Path, engine: str) -> TransformersTarget:
-    """The target in float32. Raises UserError for an engine that cannot give states and text together yet."""
+def load_target(target_dir: str | Path, engine: str, **options):
+    """The target in float32, by `engine`; `options` (tensor_parallel, engine_args) are for SGLang.
+
+    Both give greedy answers and states, which is all that the walk takes. Only Transformers' runs step by step with a
+    cache: a real decode in PyTorch, and margins of near ties, are there where `.engine` is "transformers". UserError
+    for another engine, and where SGLang does not start.
+    """
+    if engine == "sglang":
+        from eagle3nb.states.sglang import SGLangTarget
+
+        return SGLangTarget(target_dir, torch.float32, **options)
     if engine != "transformers":
-        raise UserError(f"evaluation runs its target with engine transformers, not {engine!r} yet; set engine for this "
-                        "stage alone (-p engine transformers), where the target fits this machine in float32")
+        raise UserError(f"engine {engine!r} is unknown; choose transformers or sglang")
     return TransformersTarget(target_dir)
 
 

@@ -170,17 +170,17 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return torch.float16 if name == "float16" else torch.bfloat16
 
 
-def extra(engine_args) -> dict:
-    """{"mem_fraction_static": 0.8} of ["mem_fraction_static=0.8"]; values as in JSON, else strings."""
+def extra(engine_args, ours=OURS, whose: str = "the extraction itself, since its states depend on it") -> dict:
+    """{"mem_fraction_static": 0.8} of ["mem_fraction_static=0.8"]; values as in JSON, else strings. UserError for a
+    name among `ours`, which `whose` sets."""
     found = {}
     for item in engine_args:
         name, equals, value = item.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         if not equals or not name:
             raise UserError(f"engine_args: {item!r} is not name=value; write 'mem_fraction_static=0.8'")
-        if name in OURS:
-            raise UserError(f"engine_args: {name} is set by the extraction itself, since its states depend on it; "
-                            "leave it out")
+        if name in ours:
+            raise UserError(f"engine_args: {name} is set by {whose}; leave it out")
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:

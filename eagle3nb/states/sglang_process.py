@@ -43,10 +43,7 @@ class EngineProcess:
 
     def __init__(self, arguments: dict, environment: dict, scratch: str | Path | None = None):
         self.folder, handle = states_folder(scratch)
-        self.log = resolve(".cache") / "sglang" / f"{self.folder.name}.log"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        for old in sorted(self.log.parent.glob("*.log"), key=lambda log: log.stat().st_mtime)[: 1 - LOGS]:
-            old.unlink(missing_ok=True)  # kept where an engine failed
+        self.log = new_log(self.folder.name)
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [python(), "-m", "eagle3nb.states.sglang_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -104,13 +101,26 @@ class EngineProcess:
             file.unlink(missing_ok=True)
 
     def why(self, found: str = "") -> str:
-        """One line on an engine that failed: the first error in its log, else `found`, and where the rest stands."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
-        told = [match[0] for line in lines if (match := FAILURE.search(line))] or [found, *lines[-1:], "no word of why"]
-        return f"SGLang ended: {next(filter(None, told))[:LONGEST]}; its log is {shown(self.log)}"
+        return why(self.log, found)
 
     def close(self) -> None:
         self.end()
+
+
+def new_log(name: str) -> Path:
+    """Where an engine's log goes; kept where it failed, the last LOGS of them."""
+    log = resolve(".cache") / "sglang" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for old in sorted(log.parent.glob("*.log"), key=lambda log: log.stat().st_mtime)[: 1 - LOGS]:
+        old.unlink(missing_ok=True)
+    return log
+
+
+def why(log: Path, found: str = "") -> str:
+    """One line on an engine that failed: the first error in its log, else `found`, and where the rest stands."""
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    told = [match[0] for line in lines if (match := FAILURE.search(line))] or [found, *lines[-1:], "no word of why"]
+    return f"SGLang ended: {next(filter(None, told))[:LONGEST]}; its log is {shown(log)}"
 
 
 def python() -> str:

@@ -40,10 +40,15 @@ def test_another_target_is_refused(world, saved, name):
         load_drafter(saved, world.folder)
 
 
-def test_engines(world):
-    assert load_target(world.folder, "transformers").dtype == torch.float32
-    with pytest.raises(UserError, match="not 'sglang' yet"):
-        load_target(world.folder, "sglang")
+def test_engines(world, monkeypatch):
+    """SGLang is asked for float32 too, whatever the checkpoint's dtype; tests/sglang runs it."""
+    target = load_target(world.folder, "transformers")
+    assert (target.dtype, target.engine) == (torch.float32, "transformers")
+    monkeypatch.setattr("eagle3nb.states.sglang.SGLangTarget", lambda *given, **options: (given, options))
+    assert load_target(world.folder, "sglang", tensor_parallel=2) == ((world.folder, torch.float32),
+                                                                      {"tensor_parallel": 2})
+    with pytest.raises(UserError, match="engine 'vllm' is unknown; choose transformers or sglang"):
+        load_target(world.folder, "vllm")
 
 
 def test_an_export_is_reloaded_and_compared(world, tmp_path):

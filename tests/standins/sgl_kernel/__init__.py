@@ -2,8 +2,22 @@
 
 The real package has no build on PyPI for a machine without a GPU. This folder is put on PYTHONPATH for tests only, and
 must never lie in site-packages, where it would hide the real one. With `attention_backend="torch_native"` SGLang
-computes in PyTorch; one function is left to do.
+computes in PyTorch; one function is left to do. Speculative decoding wants `intel_amx`: its attention and the
+bookkeeping of drafts are in the two modules beside this one.
 """
+
+from . import attention as attention  # declares its operators to torch
+from .speculative import (  # noqa: F401  (SGLang takes them from here)
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    build_draft_decode_metadata_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    rotate_input_ids_cpu,
+    verify_tree_greedy_cpu,
+)
 
 __version__ = "0.4.10"  # what SGLang 0.5.23 pins
 
@@ -21,7 +35,7 @@ def assign_req_to_token_pool_cpu(slots, table, starts, ends, places, width) -> N
 
 
 def __getattr__(name: str):
-    """SGLang's modules import the kernels of speculative decoding too. Here they can be imported, and not called."""
+    """SGLang's modules import other kernels too. Here they can be imported, and not called."""
     if not name.endswith("_cpu"):
         raise AttributeError(name)
 

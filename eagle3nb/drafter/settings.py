@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from eagle3nb.errors import UserError
 
 CHOICES = ("fitted", "target", "head", "random")  # where training starts: initialise.py
+VERIFIED = ("all", "each", "first", "never")  # when a store's checksums are read
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Settings:
     fc_norm: bool = False
     intermediate: int = 0            # of the drafter's MLP; 0: the target's
     freeze_head: bool = False        # keep lm_head as initialised: a third less work on the head
+    verify_states: str = "first"     # a row of states against its checksum: each time it is read, the first, or never;
+                                     # all: every shard before training begins (the notebook does), then as "first"
 
     @classmethod
     def from_json(cls, values: dict) -> "Settings":
@@ -75,7 +78,8 @@ class Settings:
                  (0 <= self.warmup_share < 1, "warmup_share must lie in 0 … 1"),
                  (self.clip > 0, "clip must be positive"), (self.minutes >= 0, "minutes must not be negative"),
                  (self.loss_average in ("slot", "document"), "loss_average must be slot or document"),
-                 (self.initialise in CHOICES, f"initialise must be one of {', '.join(CHOICES)}")]
+                 (self.initialise in CHOICES, f"initialise must be one of {', '.join(CHOICES)}"),
+                 (self.verify_states in VERIFIED, f"verify_states must be one of {', '.join(VERIFIED)}")]
         for right, message in wrong:
             if not right:
                 raise UserError(f"{message}; see the parameters of notebook 4")
@@ -95,7 +99,7 @@ def learning_rate(settings: Settings, step: int, total: int, warmup: int) -> flo
 
 def run_identity(settings: Settings, ids: list[int], fingerprint) -> str:
     """Hash of all that decides the result; where folders lie and how often to save do not."""
-    free = ("states", "drafter", "target", "corpus", "checkpoint_every")
+    free = ("states", "drafter", "target", "corpus", "checkpoint_every", "verify_states")
     decides = {name: value for name, value in asdict(settings).items() if name not in free}
     whole = json.dumps([decides, ids, fingerprint], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ def opened_states(settings: Settings):
         with Stream.open(settings.states, settings.corpus, settings.target) as stream:
             yield stream
     else:
-        yield Store.open(settings.states)
+        yield Store.open(settings.states, "first" if settings.verify_states == "all" else settings.verify_states)
 
 
 def announce(stream: Stream, settings: Settings, plan: Plan, rows: np.ndarray, held_out: np.ndarray, step: int,

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import tiny
+from safetensors import safe_open
 from streams import HOW, Forked, assert_alike, make_world, of, until, watched
 
 from eagle3nb.drafter import launch as launching
@@ -178,3 +179,23 @@ def test_one_training_at_a_time(small_world):
     with opened_states(settings), pytest.raises(UserError, match="another training reads the states"):
         with opened_states(settings):
             pass
+
+
+def test_a_stores_checksums_are_read_as_the_run_says(small_world):
+    """A byte that flipped on the disk, in the last row: named where it is looked at, trained on where it is not."""
+    extract(small_world.corpus, small_world.target, small_world.root / "store", batch_tokens=1024, **HOW)
+    last = sorted((small_world.root / "store").glob("shard-*.safetensors"))[-1]
+    for number, verify in enumerate(("first", "each", "all", "never")):
+        with opened_states(small_world.settings(f"read-{number}", "store", verify_states=verify)) as store:
+            assert store.verifies == ("first" if verify == "all" else verify)
+    data = bytearray(last.read_bytes())
+    with safe_open(last, "pt") as tensors:
+        width = tensors.get_slice("aux").get_shape()[1]
+    header = int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8:8 + header])["aux"]["data_offsets"]
+    data[8 + header + end - 4 * width] ^= 1  # of the last token's float32 features: the lowest bit of the first
+    last.write_bytes(data)
+    for verify in ("first", "each"):
+        with pytest.raises(UserError, match=f"{last.name}.*row"):
+            small_world.trained(f"checked-{verify}", "store", verify_states=verify, epochs=1)
+    assert small_world.trained("unchecked", "store", verify_states="never", epochs=1)[-1]["kind"] == "end"

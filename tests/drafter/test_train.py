@@ -187,6 +187,7 @@ def test_schedule():
     ({"learning_rte": 1.0}, "unknown keys"), ({"learning_rate": "1e-4"}, "must be float"),
     ({"epochs": True}, "must be int"), ({"loss_average": "row"}, "slot or document"),
     ({"ttt_steps": 0}, "1 or more"), ({"validation_share": 1.0}, "0 … 1"),
+    ({"verify_states": "sometimes"}, "all, each, first, never"),
 ])
 def test_settings_are_strict(change, message):
     good = asdict(Settings("a", "b", "c"))

@@ -5,6 +5,8 @@ A package's data file is read, its code never run; a package that is not install
 
 import gzip
 import json
+from collections import Counter
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -42,6 +44,31 @@ def prompt_sets(names: list[str]) -> tuple[dict[str, list[Prompt]], dict[str, st
         else:
             found[name] = _read(resolve(name), Path(name).name.split(".")[0])
     return found, missing
+
+
+def load(names: str | list[str], limit: int = 0) -> list[Prompt]:
+    """The prompts of several sets and files, to be answered; `limit` a source, 0 for all. Ids stand once.
+
+    A set is a source of its own; a file's lines keep theirs. Of MT-Bench the first turns are asked alone (its second
+    ones stay in `later`), and HumanEval's functions stand in the user's turn as they are, with no instruction. Raises
+    UserError where a set's package is not installed, with the command that does it.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    if not names or len(set(names)) < len(names):
+        raise UserError(f"prompts: {', '.join(names) or 'no set'}: name at least one set or file, each once")
+    sets, missing = prompt_sets(names)
+    if missing:
+        raise UserError(f"prompts: {', '.join(missing)} not installed: {' && '.join(missing.values())} (--no-deps is "
+                        "enough: only the data file is read), or leave it out")
+    repeated = {i for i, count in Counter(p.id for found in sets.values() for p in found).items() if count > 1}
+    kept, seen = [], Counter()
+    for name, found in sets.items():
+        place = name if name in PACKAGES else shown(name)
+        for prompt in found:
+            seen[prompt.source] += 1
+            if seen[prompt.source] <= limit or not limit:
+                kept.append(replace(prompt, id=f"{place}: {prompt.id}") if prompt.id in repeated else prompt)
+    return kept
 
 
 def user_texts(sets: dict[str, list[Prompt]]) -> list[tuple[str, str, str]]:

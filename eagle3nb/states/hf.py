@@ -8,9 +8,11 @@ Shapes: B rows, T tokens, h hidden, V vocabulary; aux [T, 3h] = HF hidden_states
 side; last [T, h] = after the final norm (probed, not assumed: see probe.py).
 """
 
+import time
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 from transformers.utils import logging
 
@@ -21,11 +23,15 @@ from eagle3nb.states.target import captured_layers, facts_of
 
 
 class TransformersTarget:
-    """A target that is loaded. `.facts`, `.layers` (captured), `.dtype`, `.device`."""
+    """A target that is loaded. `.facts`, `.layers` (captured), `.dtype`, `.device`; `.version` of Transformers.
 
-    engine = "transformers"
+    `.load_s`: the seconds that loading took.
+    """
+
+    engine, version = "transformers", transformers.__version__
 
     def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32, device: str | None = None):
+        began = time.perf_counter()
         self.dir = Path(folder)
         self.facts = facts_of(folder)
         self.layers = captured_layers(self.facts.layers)
@@ -38,6 +44,7 @@ class TransformersTarget:
         self.kept = {}  # captured layer → its last output [B, T, h]
         for layer in self.layers:  # hidden_states[i] is the output of layer i − 1
             self.body.layers[layer - 1].register_forward_hook(self.keep(layer))
+        self.load_s = time.perf_counter() - began
 
     def keep(self, layer: int):
         def hook(module, inputs, output):
@@ -67,14 +74,24 @@ class TransformersTarget:
         return self.head(last.to(self.device, self.dtype))
 
     @torch.inference_mode()
-    def forward(self, ids: torch.Tensor, cache: DynamicCache | None = None):
+    def forward(self, ids: torch.Tensor, cache=None, room: int = 0):
         """The decode's step: ids [1, n] after what `cache` holds → (aux [n, 3h], last [n, h], cache).
 
-        Give the returned cache back with the next tokens; `cache.crop(n)` keeps its first n positions.
+        Give the returned cache back with the next tokens; `cache.crop(n)` keeps its first n positions, and a negative n
+        removes as many. With `room`, tokens that will follow at most, a plain model's keys and values are written in
+        place; Transformers' own cache, which knows every kind of layer, is copied at each step.
         """
-        cache = DynamicCache(config=self.body.config) if cache is None else cache
-        last = self.body(input_ids=ids.to(self.device), past_key_values=cache, use_cache=True).last_hidden_state
-        return self.aux()[0], last[0], cache
+        ids = ids.to(self.device)
+        if cache is None and room and generation.batched(self):
+            cache = generation.ChainCache(ids.shape[1] + room)
+        if isinstance(cache, generation.ChainCache):
+            mask = cache.grow(ids.shape[1], self.device)
+            out = self.body(input_ids=ids, attention_mask=mask, position_ids=cache.places, past_key_values=cache,
+                            use_cache=True)
+        else:
+            cache = DynamicCache(config=self.body.config) if cache is None else cache
+            out = self.body(input_ids=ids, past_key_values=cache, use_cache=True)
+        return self.aux()[0], out.last_hidden_state[0], cache
 
     @torch.inference_mode()
     def generate(self, prompts, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed=0,

@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -151,14 +152,16 @@ def render(prompts: list[Prompt], tokenizer) -> list[Prompt]:
 
 
 def answers(target, prompts: list[Prompt], *, max_new_tokens: int, beyond: int, cache_dir: str | Path,
-            stop_ids=None, batch: int = 16) -> list[Answer]:
+            stop_ids=None, batch: int = 16, generate: Callable | None = None, made: dict | None = None) -> list[Answer]:
     """The target's greedy answers to rendered prompts, in their order; decoded once, then read from `cache_dir`.
 
-    `stop_ids` end a turn (default: the target's). One JSON file an answer, named by the hash of the target's identity,
-    the prompt's ids and the settings, so that a cache can never be that of another target or template.
+    `stop_ids` end a turn (default: the target's). `generate` decodes them otherwise, and `made` tells the cache how
+    (sampled.answers). One JSON file an answer, named by the hash of the target's identity, the prompt's ids and the
+    settings, so that a cache can never be that of another target or template.
     """
     stop_ids = tuple(sorted(target.facts.eos if stop_ids is None else stop_ids))
-    settings = {"max_new_tokens": max_new_tokens, "beyond": beyond, "stop_ids": list(stop_ids)}
+    settings = {"max_new_tokens": max_new_tokens, "beyond": beyond, "stop_ids": list(stop_ids)} | (made or {})
+    generate = generate or partial(target.generate, temperature=0.0)
     _check_lengths(target, prompts, max_new_tokens + beyond)
     identity = target_identity(target.dir)
     files = [resolve(cache_dir) / f"{_key(identity, prompt, settings)}.json" for prompt in prompts]
@@ -171,8 +174,8 @@ def answers(target, prompts: list[Prompt], *, max_new_tokens: int, beyond: int, 
                 kept[i] = [int(token) for token in ids]
                 write_json(files[i], {"prompt": list(prompts[i].ids), **settings, "ids": kept[i]})
                 bar.advance(1)
-            target.generate([list(prompts[i].ids) for i in missing], max_new_tokens=max_new_tokens, temperature=0.0,
-                            stop_ids=stop_ids, beyond=beyond, batch=batch, done=keep)
+            generate([list(prompts[i].ids) for i in missing], max_new_tokens=max_new_tokens, stop_ids=stop_ids,
+                     beyond=beyond, batch=batch, done=keep)
     return [_answer(prompt, ids, settings) for prompt, ids in zip(prompts, kept, strict=True)]
 
 

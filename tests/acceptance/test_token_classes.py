@@ -60,7 +60,8 @@ def check(parts, prompt="", stopped=False):
 
 def test_looks():
     looks = {"words": (" the", "é", "x1", "Ж"), "digits": (" 42", "3.", "٣"), "whitespace": (" ", "\n\n", "\t", ""),
-             "punctuation": ("...", " (", "🙂", "\ufffd", "，", "。"), "CJK": ("中", "中1", "かな", "カ", "한", "𠀀", "a中")}
+             "punctuation": ("...", " (", "🙂", "\ufffd", "，", "。"),
+             "CJK": ("中", "中1", "かな", "カ", "한", "𠀀", "a中")}
     for name, text in ((name, text) for name, texts in looks.items() for text in texts):
         assert look(text) == name, text
     assert set(map(look, ["a", "1", " ", ".", "中"])) <= set(CLASSES)

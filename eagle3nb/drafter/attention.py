@@ -2,12 +2,15 @@
 
 At step k a slot t sees step 0's keys at the slots ≤ t of its document and its own keys of steps 1..k; one softmax over
 both. Queries come gathered (only slots that count), keys whole. The work goes block by block of queries; the backward
-pass recomputes a block's probabilities, so memory is linear in T: nothing of size [N, T] is kept.
+pass recomputes a block's probabilities, so memory is linear in T: nothing of size [N, T] is kept. On a GPU
+kernels/attention.py does the same in Triton.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from eagle3nb.drafter.kernels import shared_memory
 
 BLOCK = 128  # queries at a time; a block's scores are [Hq, BLOCK, keys]
 
@@ -19,6 +22,16 @@ def ttt_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: list[Tensor], own_v:
     q [N, Hq, dh]; k0, v0 [T, Hkv, dh] of step 0; own_k, own_v: for each step 1..k [N, Hkv, dh] at the same slots;
     starts int64 [T]: first slot of each slot's document. Scale 1/√dh.
     """
+    if shared_memory.supports(q.device, q.shape[-1], q.dtype):
+        from eagle3nb.drafter.kernels import attention as kernels
+
+        return kernels.ttt_attention(q, k0, v0, own_k, own_v, slots, starts)
+    return plain_attention(q, k0, v0, own_k, own_v, slots, starts)
+
+
+def plain_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: list[Tensor], own_v: list[Tensor], slots: Tensor,
+                    starts: Tensor) -> Tensor:
+    """The same in PyTorch, on any device."""
     N, Hq, dh = q.shape
     Hkv = k0.shape[1]
     queries = q.view(N, Hkv, Hq // Hkv, dh).permute(1, 2, 0, 3) * dh ** -0.5          # [Hkv, G, N, dh]

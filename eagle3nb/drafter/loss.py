@@ -9,6 +9,8 @@ Softmax, loss and the logits' gradient are float32 (or float64 in tests) whateve
 import torch
 from torch import Tensor
 
+from eagle3nb.drafter.kernels import shared_memory
+
 CHUNK = 256  # teacher positions at a time: 256 × |D| teacher values, up to K times as many student logits
 
 
@@ -38,22 +40,20 @@ class _SoftCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(x) if wants_x else None
         d_head = torch.zeros_like(head, dtype=kind) if wants_head else None
         positions, inverse = torch.unique_consecutive(row, return_inverse=True)
-        for first in range(0, len(positions), CHUNK):
-            here = positions[first:first + CHUNK]
-            # rows are ordered by position, so those of a chunk are contiguous
-            a, b = torch.searchsorted(inverse, torch.tensor([first, first + len(here)], device=row.device)).tolist()
-            p = torch.softmax((teacher[here].to(teacher_head.dtype) @ teacher_head.T).to(kind), -1)
-            p = p.index_select(0, inverse[a:b] - first)                                          # [n, D]
-            log_q = torch.log_softmax((x[a:b] @ head.T).to(kind), -1)                            # [n, D]
-            each[a:b] = -torch.linalg.vecdot(p, log_q)
-            right[a:b] = log_q.gather(1, label[a:b, None])[:, 0] == log_q.amax(-1)
-            if wants_grad:
-                dz = log_q.exp_().sub_(p).to(x.dtype)                                            # q − p, not yet scaled
-                weight = scale[a:b, None]
-                if wants_x:
-                    dx[a:b] = (dz @ head).mul_(weight)
-                if wants_head:
-                    d_head.addmm_(dz.T.to(kind), (x[a:b] * weight).to(kind))
+        rows, chunk = row_part(x)
+        firsts = list(range(0, len(positions), chunk))
+        # rows are ordered by position, so those of a chunk are contiguous
+        edges = torch.searchsorted(inverse, torch.tensor([*firsts, len(positions)], device=row.device)).tolist()
+        for first, a, b in zip(firsts, edges[:-1], edges[1:], strict=True):
+            here = positions[first:first + chunk]
+            each[a:b], right[a:b], dz = rows(
+                x[a:b] @ head.T, teacher[here].to(teacher_head.dtype) @ teacher_head.T, inverse[a:b] - first,
+                label[a:b], wants_grad)                                                          # dz [n, D]: q − p
+            weight = scale[a:b, None]
+            if wants_x:
+                dx[a:b] = (dz @ head).mul_(weight)
+            if wants_head:
+                add_product(d_head, dz.T, x[a:b] * weight)
         ctx.save_for_backward(dx, d_head)
         ctx.mark_non_differentiable(each, right)
         return (each * scale).sum(), each, right
@@ -62,3 +62,42 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad, *_):
         dx, d_head = ctx.saved_tensors
         return (None if dx is None else dx * grad, None if d_head is None else d_head * grad, *[None] * 6)
+
+
+def row_part(x: Tensor):
+    """(what lies between a chunk's products, teacher positions of a chunk): the Triton kernel where x is on a GPU.
+
+    The kernel works in place where the plain rows hold three tensors [n, D], so its chunks may be twice as large.
+    """
+    if shared_memory.supports(x.device, 0, x.dtype):
+        from eagle3nb.drafter.kernels import cross_entropy
+
+        return cross_entropy.rows, 2 * CHUNK
+    return plain_rows, CHUNK
+
+
+def plain_rows(logits: Tensor, teacher: Tensor, row: Tensor, label: Tensor, wants_grad: bool
+               ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A chunk's logits [n, D] and teacher's [m, D] → (loss [n], hit [n], q − p [n, D] in the logits' dtype).
+
+    row int64 [n]: which of the teacher's rows; label int64 [n].
+    """
+    kind, dtype = torch.promote_types(logits.dtype, torch.float32), logits.dtype
+    p = torch.softmax(teacher.to(kind), -1)
+    del teacher
+    p = p.index_select(0, row)                                                                   # [n, D]
+    log_q = torch.log_softmax(logits.to(kind), -1)                                               # [n, D]
+    del logits                                                                                   # three at most
+    each = -torch.linalg.vecdot(p, log_q)
+    right = log_q.gather(1, label[:, None])[:, 0] == log_q.amax(-1)
+    return each, right, log_q.exp_().sub_(p).to(dtype) if wants_grad else None
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a·b, summed in total's float32 (float64) whatever their dtype; on a GPU nothing is converted for it."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -77,10 +77,10 @@ def test_the_figures_are_the_records(folder):
         assert line in text, line
     for words in ("answers of at most 64 tokens, 55 prompts", "same text 32 times, the same counts 31 times",
                   "longer than 1,024 tokens were cut (3 of them). Left out: A1.", "7,448,832 parameters trained; "
-                  "314,016 tokens seen in 834", "at step 800: accuracy by step 0.440 / 0.402 / 0.371", "28 of 97 tokens",
-                  "97.1 % of the generated tokens", "the target's context is 256", "hidden states 2, 5, 7",
-                  "within 4.8e-07", "7 of the answers measured end in a loop", "eagle3nb 0.1.0, torch 2.13.0+cpu, "
-                  "commit 0123456789ab with changes."):
+                  "314,016 tokens seen in 834", "at step 800: accuracy by step 0.440 / 0.402 / 0.371",
+                  "28 of 97 tokens", "97.1 % of the generated tokens", "the target's context is 256",
+                  "hidden states 2, 5, 7", "within 4.8e-07", "7 of the answers measured end in a loop",
+                  "eagle3nb 0.1.0, torch 2.13.0+cpu, commit 0123456789ab with changes."):
         assert words in text, words
     assert "1.11" not in text and "3.27" not in text  # another number of steps; PyTorch's own speed
     for name in card.FILES:

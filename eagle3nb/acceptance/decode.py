@@ -123,7 +123,7 @@ def decode(target, drafter, prompt, *, steps: int, max_new_tokens: int, stop_ids
     q_temperature = temperature if drafts == "sampled" else 0.0
     began = time.perf_counter()
     aux, last, cache = target.forward(torch.tensor([list(prompt)]), None, max_new_tokens + steps)
-    text, margins = _choose(target.logits(last[-1:]), Chain(), temperature, random, drafter)
+    text, margins = choose(target.logits(last[-1:]), Chain(), temperature, random, drafter)
     fed = torch.tensor(list(prompt[1:]) + text)  # the tokens of the new slots: shifted by one
     slots = DraftCache(drafter, len(prompt) + max_new_tokens + steps) if steps else None
     chain, accepted, draft_margins, draft_s, verify_s = Chain(), [], [], 0.0, 0.0
@@ -134,7 +134,7 @@ def decode(target, drafter, prompt, *, steps: int, max_new_tokens: int, stop_ids
             chain = slots.draft(steps, q_temperature, random.random(steps) if q_temperature else ())
         drafted = time.perf_counter()
         aux, last, cache = target.forward(torch.tensor([[text[-1], *chain.tokens]]), cache)
-        fresh, gaps = _choose(target.logits(last), chain, temperature, random, drafter)
+        fresh, gaps = choose(target.logits(last), chain, temperature, random, drafter)
         draft_s, verify_s, now = draft_s + drafted - now, verify_s + time.perf_counter() - drafted, time.perf_counter()
         n = len(fresh) - 1
         text, margins = text + fresh, margins + gaps
@@ -159,7 +159,7 @@ def _check(target, drafter, prompt, steps: int, max_new_tokens: int, temperature
     generation.check(target, [prompt], max_new_tokens + steps)
 
 
-def _choose(logits: torch.Tensor, chain: Chain, temperature: float, random, drafter) -> tuple[list[int], list[float]]:
+def choose(logits: torch.Tensor, chain: Chain, temperature: float, random, drafter) -> tuple[list[int], list[float]]:
     """The tokens that a verify gives (accepted drafts and one of the target's), and greedy ones' margins.
 
     logits [n + 1, V] behind the text and behind each drafted token.
@@ -214,6 +214,24 @@ def decode_all(target, drafter, answers, steps: int, max_new_tokens: int) -> lis
             decodes.append(decode(target, drafter, answer.prompt, steps=steps, max_new_tokens=max_new_tokens))
             bar.advance(1, f"{len(decodes[-1].ids)} tokens in {len(decodes[-1].accepted)} verifies")
     return decodes
+
+
+def decode_by_steps(target, drafter, answers, steps: list[int], max_new_tokens: int,
+                    seconds: float = float("inf")) -> dict[int, list[Decode]]:
+    """Decodes of the same prompts with each number of steps, 0 for the target alone, to compare their speed.
+
+    Prompt by prompt, each number in turn, so that a slow moment of the machine falls on all; ends with the prompt at
+    which `seconds` are over.
+    """
+    runs, began = {number: [] for number in steps}, time.perf_counter()
+    with progress(len(answers), "decode by steps", "prompts") as bar:
+        for answer in answers:
+            for number, decodes in runs.items():
+                decodes.append(decode(target, drafter, answer.prompt, steps=number, max_new_tokens=max_new_tokens))
+            bar.advance(1)
+            if time.perf_counter() - began > seconds:
+                break
+    return runs
 
 
 def compare(chains, decodes: list[Decode], steps: int) -> list[dict]:

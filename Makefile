@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 BIN := .venv/bin
 RUN ?= demo
 
-.PHONY: setup demo test lint lab corpus benchmark-merge benchmark-extraction sglang-cpu test-sglang clean
+.PHONY: setup demo test lint lab corpus benchmark-merge benchmark-extraction benchmark-states sglang-cpu test-sglang clean
 
 setup: .venv/.ready
 
@@ -58,6 +58,11 @@ test-sglang: sglang-cpu
 # minutes). OPTIONS="--rows 60 --segments 4" for a look; all options: tests/benchmarks/extraction.py.
 benchmark-extraction: setup
 	$(BIN)/python tests/benchmarks/extraction.py $(OPTIONS)
+
+# What the store's dtype, and streaming, do to the drafter: four trainings on the demo's corpus (about 25 minutes).
+benchmark-states: setup
+	$(BIN)/eagle3nb run params/demo --run states --stages audit,merge
+	$(BIN)/python tests/benchmarks/states.py --corpus outputs/states/work/corpus $(OPTIONS)
 
 clean:
 	rm -rf .venv .venv-sglang .cache outputs/demo

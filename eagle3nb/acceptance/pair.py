@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 
+from eagle3nb.acceptance import offline
 from eagle3nb.drafter import export
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.errors import UserError
-from eagle3nb.files import read_json, shown
+from eagle3nb.files import read_json, resolve, shown
 from eagle3nb.states.hf import TransformersTarget
 from eagle3nb.states.target import embedding, target_identity
 
@@ -36,6 +37,12 @@ def load_drafter(drafter_dir: str | Path, target_dir: str | Path) -> DraftModel:
     """The drafter in float32 over the target's embedding, for reading only; checked to be this target's."""
     check_pair(drafter_dir, target_dir)
     return DraftModel.load(drafter_dir, embedding(target_dir)).float().eval().requires_grad_(False)
+
+
+def counts_of(drafter_dir: str, target_dir: Path, target, taken, steps: int):
+    """offline.counts of another drafter of this target over the same answers. UserError as load_drafter's."""
+    drafter = load_drafter(resolve(drafter_dir), target_dir)
+    return offline.counts(offline.chains(target, drafter, taken, steps), [steps])
 
 
 def load_target(target_dir: str | Path, engine: str, **options):

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from eagle3nb.errors import UserError
-from eagle3nb.files import project_root, resolve, shown, write_json
+from eagle3nb.files import project_root, read_json, resolve, shown, write_json
 from eagle3nb.record import tables
 from eagle3nb.record.declared import STAGES, check, declared, notebook_hash, notebook_of, stem
 from eagle3nb.record.provenance import (
@@ -148,6 +148,11 @@ class Stage:
         seed_all(self.parameters.get("seed", 0))
         self.show_parameters()
         self.show_provenance()
+
+    def record_of(self, stage: str) -> dict:
+        """Another stage of this run: its parameters, result, provenance; nothing where it has not run."""
+        path = self.paths.run / f"{stem(stage)}.json"
+        return {"parameters": {}, "result": {}} | (read_json(path) if path.is_file() else {})
 
     def figure(self, fig, alt: str) -> None:
         """The figure as a PNG (about 110 dpi) with alt text: one sentence that says what is to be seen."""

@@ -23,7 +23,7 @@ from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown, xxh3_file
 from eagle3nb.parent import environment as around
 from eagle3nb.progress import progress
-from eagle3nb.states.sglang import CPU_TOKENS, SPARE, environment, extra
+from eagle3nb.states.sglang import CPU_TOKENS, SPARE, environment, extra, stored_dtype
 from eagle3nb.states.sglang_process import finish, new_log, python, sockets, states_folder, why
 from eagle3nb.states.target import TargetFacts, captured_layers, facts_of, target_identity
 
@@ -60,7 +60,7 @@ class Server:
     @property
     def ended(self) -> bool:
         """It was started here, and its process is gone."""
-        return self.process is not None and self.process.poll() is not None
+        return self.process is not None and over(self.process)
 
     def why(self) -> str:
         """One line on a server that does not answer any more."""
@@ -186,7 +186,7 @@ def wait(url: str, process, log: Path, timeout_s: float) -> None:
     """Until the server answers. UserError with its own reason where it ends, or does not within timeout_s."""
     until = time.monotonic() + timeout_s
     with progress(1, "SGLang's server starts", "start") as bar:
-        while process.poll() is None and time.monotonic() < until:
+        while not over(process) and time.monotonic() < until:
             try:
                 fetch(url + "/health", timeout=30)
                 bar.advance(1)
@@ -194,9 +194,15 @@ def wait(url: str, process, log: Path, timeout_s: float) -> None:
             except REACH:
                 bar.advance(0, last_line(log))
                 time.sleep(LOOK)
-    if process.poll() is None:
+    if not over(process):
         raise UserError(f"SGLang did not start within {timeout_s:,.0f} s; its log is {shown(log)}")
     raise UserError(why(log))
+
+
+def over(process: subprocess.Popen) -> bool:
+    """Has it ended? It is not reaped by asking: until `finish` has ended its group no other can have that number."""
+    seen = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return process.returncode is not None or os.waitid(os.P_PID, process.pid, seen) is not None
 
 
 def last_line(log: Path) -> str:
@@ -224,7 +230,7 @@ def described(url: str, target: Path, drafter_dir) -> dict:
     try:
         model, info = fetch(url + "/model_info"), fetch(url + "/server_info")
         name, served, version = info["speculative_algorithm"], model["model_path"], info["version"]
-        longest = info["max_req_input_len"]
+        longest = info["max_req_input_len"] - (info["speculative_num_draft_tokens"] or 0)  # reserved for a verify
     except (urllib.error.HTTPError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"what answers at {url} is no SGLang 0.5.23 (/model_info, /server_info: {error!r}); give the "
                         "address of its server, without a path") from None
@@ -243,7 +249,11 @@ def described(url: str, target: Path, drafter_dir) -> dict:
                 "arguments": without_places(info.get("launch_command") or ""),
                 "drafter": identity_of(url, info, drafter_dir) if steps else None}
     return {"url": url, "target": target, "facts": facts_of(target), "steps": steps, "longest": longest,
-            "version": version, "dtype": info["dtype"], "identity": identity, "settings": settings}
+            "version": version, "dtype": dtype_of(info, target), "identity": identity, "settings": settings}
+
+
+def dtype_of(info: dict, target: Path) -> str:
+    return str(stored_dtype(target)).removeprefix("torch.") if info.get("dtype") == "auto" else str(info.get("dtype"))
 
 
 def check_target(url: str, served: str, architectures, target: Path) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -257,7 +256,7 @@ def test_answers_that_lack_something(ask, running, fault, says):
 
 def test_what_the_server_has_no_room_for_is_not_asked(ask, running):
     long = replace(PROMPTS[0], ids=(5,) * (fake.CONTEXT - LIMIT + 1))
-    with pytest.raises(UserError, match="prompt p0: 181 tokens and 20 to answer pass the 200 that the server has room"):
+    with pytest.raises(UserError, match="prompt p0: 181 tokens and 20 to answer pass the 196 that the server has room"):
         ask([*PROMPTS[1:], long])
     with pytest.raises(UserError, match=r"at the target's own ids \[2\] too, which stop_ids leaves out"):
         ask(stop_ids=(5,))
@@ -370,11 +369,14 @@ def test_an_error_in_the_block_ends_the_server_too(installed, tiny_target):
 
 def test_a_started_server_that_dies_tells_its_own_reason(installed, tiny_target, tmp_path):
     with server.start(tiny_target) as made:
-        made.process.kill()
-        made.process.wait()
+        child, = psutil.Process(made.process.pid).children()
+        os.kill(made.process.pid, signal.SIGKILL)
+        while not made.ended:
+            time.sleep(0.01)
         made.log.write_text("[01:02] loading\nRuntimeError: the scheduler is gone\n")
         with pytest.raises(UserError, match="SGLang ended: RuntimeError: the scheduler is gone; its log .*; 0 answers"):
             serving.serve(made, PROMPTS, max_new_tokens=LIMIT, kept_dir=tmp_path)
+    assert gone(child.pid)
     made.log.unlink()
 
 
@@ -388,19 +390,24 @@ def test_a_server_that_does_not_start(installed, tiny_target):
 
 
 def test_a_killed_parent_leaves_no_server(installed, tiny_target):
-    """The parent is killed while its server runs: neither it nor its child survives."""
-    program = ("import sys\nfrom eagle3nb.acceptance import server\n"
-               f"with server.start({str(tiny_target)!r}) as made:\n"
-               "    print(made.process.pid, made.log, file=sys.stderr, flush=True)\n    input()\n")
-    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-                              stdout=subprocess.DEVNULL, text=True,
-                              env=server.around(PYTHONPATH=os.pathsep.join([str(FAKE), server.around()["PYTHONPATH"]])))
-    pid, log = parent.stderr.readline().split(maxsplit=1)
+    """The process that started it is killed while it runs: neither the server nor its child survives."""
+    told, tell = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            with server.start(tiny_target) as made:
+                os.write(tell, f"{made.process.pid} {made.log}\n".encode())
+                time.sleep(600)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    with os.fdopen(told) as lines:
+        pid, log = lines.readline().split(maxsplit=1)
     child, = psutil.Process(int(pid)).children()
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
     assert gone(int(pid)) and gone(child.pid)
-    Path(log.strip()).unlink()
+    Path(log.strip()).unlink(missing_ok=True)
 
 
 def test_shared_memory_that_is_swept_is_sglangs():

@@ -42,7 +42,8 @@ class Fake(ThreadingHTTPServer):
         return {"version": "0.5.23", "dtype": "float32", "max_req_input_len": CONTEXT, "startup_time": self.url,
                 "launch_command": f"--model-path {self.model} --port {self.server_address[1]} --dtype float32",
                 "speculative_algorithm": "EAGLE3" if self.steps else None, "speculative_num_steps": self.steps,
-                "speculative_eagle_topk": 1, "speculative_draft_model_path": self.draft} | self.info
+                "speculative_eagle_topk": 1, "speculative_num_draft_tokens": self.steps and self.steps + 1,
+                "speculative_draft_model_path": self.draft} | self.info
 
     def answer(self, ids: list[int], limit: int, stops: list[int], fault=None) -> dict:
         """As an engine: a token by the prefill, then verifies until an end is out."""

@@ -184,7 +184,7 @@ def checked(evaluation: dict, parity: dict | None) -> str:
                      f"largest over {len(parity['by_step'])} steps, argmax equal at {parity['argmax_equal']:,} of "
                      f"{parity['compared']:,}.")
     elif parity and not parity.get("checked"):
-        lines.append("Not loaded in SGLang: it was not installed where this was made.")
+        lines.append("Not loaded in SGLang where this was made.")
     return "## Checked\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
 
 

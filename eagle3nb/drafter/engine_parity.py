@@ -13,6 +13,7 @@ FOLDER/<i>.out.safetensors {"<k>" [T, D], "rope" [P, dh]: cos, then sin, "ids" [
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,8 @@ from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.ttt import steps as ttt_steps
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, shown, write_json
-from eagle3nb.states.sglang_process import FAILURE, LONGEST, python
+from eagle3nb.parent import die_with_parent, environment
+from eagle3nb.states.sglang_process import LONGEST, new_log, python, why
 
 BOUND = 1e-4  # of the largest logit, float32; measured 1e-6 on the demo's drafter: other orders of the same sums
 ROPE_BOUND = (1e-5, 5e-7)  # at position 0, and a position: the last bit of an inverse frequency
@@ -44,20 +46,20 @@ def sglang(model: DraftModel, folder: str | Path, *, steps: int = 3, tokens: int
 
 
 def sglang_all(pairs: list[tuple[DraftModel, str | Path]], *, steps: int = 3, tokens: int = 24, seed: int = 0,
-               seconds: float = 600) -> list[dict]:
+               seconds: float = 1800) -> list[dict]:
     """A report an export: {"engine", "version", "checked": True, "max_relative", "by_step" [K], "argmax_equal",
     "compared", "rope", "ids_equal", "unused", "unset", "dtype_auto", "context"}; {…, "refused"} with SGLang's own error
-    where it does not take it; {"engine", "checked": False, "reason"} where SGLang is not installed.
+    where it does not take it; {"engine", "checked": False, "reason"} where SGLang is not installed or does not run.
 
     Compared are the logits of `steps` steps at `tokens` slots of one random text, in float32, with those of the drafter
     as the export rounds it. "rope": largest difference of RoPE's cos and sin over the whole context, in what float32
     allows. "unused": tensors that reach no parameter; "unset": parameters that no tensor reaches; "dtype_auto" and
-    "context": what the server would take by default. Raises UserError where the process dies.
+    "context": what the server would take by default. About half a minute, most of it SGLang's imports.
     """
     try:
         interpreter = python()
     except UserError as error:
-        return [{"engine": "SGLang", "checked": False, "reason": f"not checked in SGLang: {error}"} for _ in pairs]
+        return [unchecked(str(error)) for _ in pairs]
     with tempfile.TemporaryDirectory() as name:
         work, expected = Path(name), []
         for i, (model, folder) in enumerate(pairs):
@@ -65,9 +67,14 @@ def sglang_all(pairs: list[tuple[DraftModel, str | Path]], *, steps: int = 3, to
             save_file({key: found[key] for key in ("rows", "aux", "positions")}, work / f"{i}.safetensors")
             expected.append(found)
         write_json(work / "jobs.json", [{"export": str(Path(folder).resolve())} for _, folder in pairs])
-        run(interpreter, work, seconds)
+        if failed := run(interpreter, work, seconds):
+            return [unchecked(failed) for _ in pairs]
         return [compared(ours, report, work / f"{i}.out.safetensors")
                 for i, (ours, report) in enumerate(zip(expected, read_json(work / "reports.json"), strict=True))]
+
+
+def unchecked(reason: str) -> dict:
+    return {"engine": "SGLang", "checked": False, "reason": f"not checked in SGLang: {reason}"}
 
 
 @torch.no_grad()
@@ -92,27 +99,25 @@ def expect(model: DraftModel, folder: str | Path, steps: int, tokens: int, seed:
             "logits": [rounded.logits(h2) for h2 in outputs], "ids": rounded.vocabulary_ids, "rope": angles}
 
 
-def run(interpreter: str, work: Path, seconds: float) -> None:
-    """The worker over work/jobs.json. UserError with SGLang's own first error where it fails."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(
-        filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))}
-    environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    log = work / "log"
+def run(interpreter: str, work: Path, seconds: float) -> str:
+    """The worker over work/jobs.json, without a GPU: "" where it ended well, else why not, in a line."""
+    log = new_log(f"parity-{os.getpid()}")
+    around = environment(EAGLE3NB_PARENT=str(os.getpid()), SGLANG_USE_CPU_ENGINE="1", CUDA_VISIBLE_DEVICES="")
     with open(log, "wb") as handle:
         process = subprocess.Popen([interpreter, "-m", "eagle3nb.drafter.engine_parity", str(work)], stdout=handle,
-                                   stderr=handle, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
-        try:
-            failed = process.wait(timeout=seconds) != 0
-        except subprocess.TimeoutExpired:
-            failed = True
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+                                   stderr=handle, stdin=subprocess.DEVNULL, env=around, start_new_session=True)
+    try:
+        failed = process.wait(timeout=seconds) != 0
+    except subprocess.TimeoutExpired:
+        return f"SGLang took longer than {seconds:.0f} s; its log is {shown(log)}"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # not reaped yet: the group is still its own
+            process.wait()
     if failed:
-        told = [match[0] for line in log.read_text(errors="replace").splitlines() if (match := FAILURE.search(line))]
-        raise UserError(f"SGLang did not run the export: {(told or ['no word of why'])[-1][:LONGEST]}; correct the "
-                        "export, or run without the check")
+        return why(log)
+    log.unlink()
+    return ""
 
 
 def compared(ours: dict, report: dict, file: Path) -> dict:
@@ -276,4 +281,5 @@ def attend(layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, history: li
 
 
 if __name__ == "__main__":
+    die_with_parent()
     worker(Path(sys.argv[1]))

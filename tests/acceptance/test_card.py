@@ -121,7 +121,7 @@ def test_served_figures_and_the_check_in_sglang(folder):
     assert "| alone | 29.60 | – |\n| 3 drafted | 1,061 | 2.13 |" in text
     assert "SGLang 0.5.23's own class: within 2.8e-06 of the largest over 3 steps, argmax equal at 72 of 72." in text
     missing = {"engine": "SGLang", "checked": False, "reason": "not checked in SGLang: /opt/python"}
-    assert "it was not installed where this was made" in written(folder, parity=missing)
+    assert "Not loaded in SGLang where this was made" in written(folder, parity=missing)
 
 
 def test_no_place_of_this_machine_enters(folder, monkeypatch):

@@ -1,10 +1,14 @@
 """The export: what it writes, what its check refuses, and equal logits after a reload."""
 
+from contextlib import suppress
+
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eagle3nb.drafter import engine_parity
 from eagle3nb.drafter.export import check, expected_shapes, export, parity, tensor_table
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.errors import UserError
@@ -120,3 +124,44 @@ def test_shapes_follow_the_config(tiny_facts):
 
     config = engine_config(model.config, 8, (), None, "float32")
     assert expected_shapes(config) == {name: tuple(x.shape) for name, x in model.state_dict().items()}
+
+
+def interpreter(path, lines):
+    """A stand-in for SGLang's Python."""
+    path.write_text("#!/bin/sh\n" + lines)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_sglang_the_export_is_not_checked_there(tmp_path, tiny_facts, monkeypatch):
+    """Missing, failing as it starts, or hanging: a reason in a line, no exception, nothing left running."""
+    model = drafter(tiny_facts())
+    export(model, tmp_path, target_layers=8)
+    monkeypatch.setattr(engine_parity, "new_log", lambda name: tmp_path / "log")
+    monkeypatch.setenv("EAGLE3NB_SGLANG_PYTHON", str(tmp_path / "nowhere"))
+    report = engine_parity.sglang(model, tmp_path)
+    assert report["checked"] is False and "which cannot be run" in engine_parity.check(report, tmp_path)
+    monkeypatch.setenv("EAGLE3NB_SGLANG_PYTHON", interpreter(
+        tmp_path / "failing", "echo Traceback >&2; echo 'ImportError: no such kernel' >&2; exit 1\n"))
+    assert "not checked in SGLang: SGLang ended: ImportError: no such kernel; its log is " in engine_parity.sglang(
+        model, tmp_path)["reason"]
+    mark = tmp_path / "pid"
+    monkeypatch.setenv("EAGLE3NB_SGLANG_PYTHON", interpreter(
+        tmp_path / "hanging", f"sleep 300 & echo $! > {mark}.part; mv {mark}.part {mark}; wait\n"))
+    assert "took longer than 2 s" in engine_parity.sglang_all([(model, tmp_path)] * 2, seconds=2)[1]["reason"]
+    if mark.exists():  # its child had begun: it is ended with the group
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(int(mark.read_text())).wait(60)
+
+
+def test_what_sglang_refuses_or_computes_otherwise_is_an_error(tmp_path):
+    good = {"engine": "SGLang", "checked": True, "version": "0.5.23", "unused": [], "unset": [], "max_relative": 2e-6,
+            "by_step": [1e-6, 2e-6], "argmax_equal": 48, "compared": 48, "rope": 0.0, "ids_equal": True}
+    assert "within 2.0e-06" in engine_parity.check(good, tmp_path)
+    for change, message in ({"unused": ["a.weight"]}, "no parameter takes a.weight"), (
+            {"unset": ["b", "c"]}, "no tensor reaches b, c"), ({"ids_equal": False}, "other tokens"), (
+            {"rope": 1.01}, "other angles"), ({"rope": float("nan")}, "other angles"), (
+            {"max_relative": 1.1e-4}, "1.1e-04 of the largest, 1e-04 is allowed"), (
+            {"max_relative": float("inf")}, "inf of the largest"), ({"refused": "ValueError: no"}, "ValueError: no"):
+        with pytest.raises(UserError, match=message):
+            engine_parity.check(good | change, tmp_path)

@@ -10,6 +10,7 @@ than 0.1 of the norm.
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,17 @@ import psutil
 import pytest
 import torch
 
+from eagle3nb.acceptance import offline
+from eagle3nb.acceptance.benchmarks import Prompt, answers
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.initialise import target_weights
+from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.drafter.settings import Settings
 from eagle3nb.drafter.train import train
 from eagle3nb.errors import UserError
 from eagle3nb.files import write_json
+from eagle3nb.states import target as targets
 from eagle3nb.states.extract import extract
 from eagle3nb.states.probe import probe
 from eagle3nb.states.sglang import SGLangTarget
@@ -101,6 +106,21 @@ def test_logits_come_from_the_last_hidden_state(engine, reference):
 def test_the_probe_passes(engine, tiny_corpus):
     found = probe(engine, Corpus.open(tiny_corpus))
     assert found["norm"]["as it is"] == 1.0 and [row["layer"] for row in found["layers"]] == [2, 5, 7]
+
+
+def test_answers_and_chains_are_transformers(engine, reference, tmp_path):
+    """The walk from SGLang's own states; a drafter of the 12 commonest tokens, so that some drafts are right."""
+    prompts = [Prompt(f"p{i}", "s", ids=tuple(ids)) for i, ids in enumerate(random_rows(9, 8, longest=30))]
+    ours, theirs = (answers(target, prompts, max_new_tokens=24, beyond=4, cache_dir=tmp_path / target.engine)
+                    for target in (engine, reference))
+    assert ours == theirs
+    common = [token for token, _ in Counter(token for answer in ours for token in answer.ids).most_common(12)]
+    torch.manual_seed(0)
+    drafter = DraftModel(DraftConfig.from_target(engine.facts, 12), targets.embedding(engine.dir),
+                         torch.tensor(sorted(common))).eval().requires_grad_(False)
+    found, known = (offline.chains(target, drafter, ours, 3) for target in (engine, reference))
+    assert all(np.array_equal(a.hits, b.hits) for a, b in zip(found, known, strict=True))
+    assert sum(chain.walk(3).accepted for chain in found) > 0
 
 
 def test_a_drafter_trains_on_its_store_as_on_transformers(engine, reference, tiny_corpus, calm_target, tmp_path,

@@ -5,9 +5,11 @@ some ten thousand drafts. The server forms batches of four requests.
 """
 
 import os
-import re
 import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import psutil
@@ -24,6 +26,7 @@ DEMO = [WORK / "export" / "model.safetensors", WORK / "drafter" / "model.safeten
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="written for the CPU; on a GPU stage 5 is the test"),
               pytest.mark.skipif(not all(file.is_file() for file in DEMO), reason="no drafter yet: make demo")]
 STEPS, PROMPTS, TOKENS, AT_ONCE = 3, 12, 40, 4
+CONTEXT = 400  # instead of the target's 8192, so that its end can be reached
 STOPS = (2, 198)  # the target's end of turn, and a newline, which about every third answer has within 40 tokens
 
 
@@ -45,97 +48,117 @@ def demo(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def drafting(demo, times, tmp_path_factory):
-    """What the server with drafts answered, and what else was asked of it while it ran."""
-    kept = tmp_path_factory.mktemp("kept")
-    with server.start(demo.directory, drafter_dir=demo.export, steps=STEPS) as running:
-        times.append(f"SGLang {running.version} serves with drafts: {running.load_s:.0f} s to its start")
-        served, again = (serving.serve(running, demo.prompts, max_new_tokens=TOKENS, stop_ids=STOPS, kept_dir=kept,
-                                       concurrency=AT_ONCE) for _ in range(2))
-        attached = server.attach(running.url, demo.directory, drafter_dir=demo.export, steps=STEPS)
-        refusals = {name: refusal(name, running, demo) for name in REFUSED}
-        alone = serving.serve(running, demo.prompts[:1], max_new_tokens=1, kept_dir=kept)
-        pid = running.process.pid
-        family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    return SimpleNamespace(served=served, again=again, running=running, attached=attached, refusals=refusals,
-                           alone=alone, family=family)
+def servers(demo, times, tmp_path_factory):
+    """Two at once, `.drafting` and `.plain`, since a start is one core's work; an idle one then must not poll.
+
+    `.asked(name)` are the answers to the prompts; `.stack` ends both.
+    """
+    options = {"drafting": {"drafter_dir": demo.export, "steps": STEPS}, "plain": {}}
+    kept = {name: tmp_path_factory.mktemp(name) for name in options}
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        arguments = ["sleep_on_idle=true", f"context_length={CONTEXT}"]
+        starts = {name: pool.submit(stack.enter_context, server.start(demo.directory, engine_args=arguments, **given))
+                  for name, given in options.items()}
+        running = SimpleNamespace(**{name: start.result() for name, start in starts.items()}, stack=stack, kept=kept)
+        running.asked = lambda name: serving.serve(getattr(running, name), demo.prompts, max_new_tokens=TOKENS,
+                                                   stop_ids=STOPS, kept_dir=kept[name], concurrency=AT_ONCE)
+        times.append(f"SGLang {running.plain.version}: {running.drafting.load_s:.0f} s until both servers stand")
+        yield running
 
 
-REFUSED = {
-    "another number": (r"drafts 3 tokens a verify, not 2", lambda s, d: server.attach(s.url, d.directory, steps=2)),
-    "a path": (r"is no SGLang 0.5.23", lambda s, d: server.attach(s.url + "/v1", d.directory)),
-    "too long": (r"the server at .* refuses a prompt of 9000 tokens: HTTP 400 .*9000 tokens.* is longer than",
-                 lambda s, d: serving.ask(s, [5] * 9000, {"max_new_tokens": 1}, 60))}
+@pytest.fixture(scope="module")
+def drafting(servers):
+    return servers.asked("drafting")
 
 
-def refusal(name: str, running, demo) -> str:
-    with pytest.raises(UserError) as told:
-        REFUSED[name][1](running, demo)
-    return str(told.value)
+@pytest.fixture(scope="module")
+def plain(servers):
+    return servers.asked("plain")
 
 
 def test_counts_are_the_walks_prompt_by_prompt(demo, drafting, times):
-    rows = serving.beside(drafting.served, demo.chains, STEPS)
-    total = serving.summary(rows)
+    rows = serving.beside(drafting, demo.chains, STEPS)
     known = serving.explained(rows, demo.chains, STEPS, demo.target, demo.drafter, TOKENS, STOPS)
-    times.append(serving.verdict(known, drafting.running.dtype))
+    times.append(serving.verdict(known, drafting.dtype))
+    total = serving.summary(rows)
     assert [row for row in rows if not row["equal"]] == []
     assert total["prompts"] == total["equal"] == PROMPTS and total["verifies"] > 100 < total["accepted"]
-    for reply in drafting.served.replies:
+    for reply in drafting.replies:
         assert reply.proposed == STEPS * reply.verifies and sum(reply.histogram) == reply.verifies
         assert 0 <= reply.past_end <= STEPS
 
 
 def test_chains_run_past_an_answers_end(drafting):
     """Otherwise capped and uncapped counts are the same and the equality above says less."""
-    ended = [reply for reply in drafting.served.replies if reply.past_end]
+    ended = [reply for reply in drafting.replies if reply.past_end]
     assert ended and all(reply.verifies + reply.accepted > len(reply.ids) - 1 for reply in ended)
-    assert {reply.finish for reply in drafting.served.replies} == {"stop", "length"}
+    assert {reply.finish for reply in drafting.replies} == {"stop", "length"}
 
 
 def test_figures_add_up(drafting):
-    tau, prefill, past, completion = [row["value"] for row in serving.figures(drafting.served)][:4]
+    tau, prefill, past, completion = [row["value"] for row in serving.figures(drafting)][:4]
     assert completion == pytest.approx(tau + prefill + past) and past < 0 < prefill and 1.2 < tau < 3
 
 
-def test_kept_answers_are_not_asked_again(drafting):
-    assert (drafting.served.asked, drafting.again.asked) == (PROMPTS, 0)
-    assert drafting.again.replies == drafting.served.replies
-
-
-def test_a_server_that_runs_is_the_one_that_was_started(drafting):
-    for name in ("url", "target", "steps", "longest", "version", "dtype", "identity"):
-        assert getattr(drafting.attached, name) == getattr(drafting.running, name), name
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(drafting, name):
-    assert re.search(REFUSED[name][0], drafting.refusals[name])
-
-
-def test_an_answer_of_one_token_has_no_verify(drafting):
-    reply, = drafting.alone.replies
-    assert (len(reply.ids), reply.verifies, reply.past_end) == (1, 0, 0)
-
-
-def test_nothing_of_it_is_left(drafting):
-    assert not any(psutil.pid_exists(pid) for pid in drafting.family)
-
-
-def test_without_drafts_the_same_text_and_a_death_midway(demo, drafting, times, tmp_path):
-    """The scheduler is killed once the texts are compared: what was kept is counted in the error."""
-    with server.start(demo.directory, engine_args=["max_running_requests=4"]) as running:
-        plain = serving.serve(running, demo.prompts, max_new_tokens=TOKENS, stop_ids=STOPS, kept_dir=tmp_path,
-                              concurrency=AT_ONCE)
-        rows = serving.speeds({"without": plain, "with": drafting.served})
-        with pytest.raises(UserError, match="does not speculate; start it with .*--speculative-num-steps 3"):
-            server.attach(running.url, demo.directory, steps=STEPS)
-        scheduler, = (child for child in psutil.Process(running.process.pid).children(recursive=True)
-                      if "schedul" in child.name() or "schedul" in " ".join(child.cmdline()))
-        os.kill(scheduler.pid, signal.SIGKILL)
-        with pytest.raises(UserError, match=r"SGLang ended: .*; 0 answers are kept in .*: run again"):
-            serving.serve(running, demo.prompts, max_new_tokens=20, kept_dir=tmp_path, concurrency=AT_ONCE)
+def test_the_same_text_without_drafts(drafting, plain, times):
+    rows = serving.speeds({"without": plain, "with": drafting})
     times.append(f"{rows[0]['tokens_per_s']:.1f} tokens/s without drafts, {rows[1]['tokens_per_s']:.1f} with")
     assert [row["same_text"] for row in rows] == [PROMPTS, PROMPTS]
     assert all(reply.verifies == reply.past_end == 0 for reply in plain.replies)
-    running.log.unlink(missing_ok=True)
+
+
+def test_kept_answers_are_not_asked_again(servers, drafting):
+    again = servers.asked("drafting")
+    assert (drafting.asked, again.asked) == (PROMPTS, 0) and again.replies == drafting.replies
+
+
+def test_a_server_that_runs_is_the_one_that_was_started(servers, demo):
+    running = servers.drafting
+    attached = server.attach(running.url, demo.directory, drafter_dir=demo.export, steps=STEPS)
+    for name in ("url", "target", "steps", "longest", "version", "dtype", "identity"):
+        assert getattr(attached, name) == getattr(running, name), name
+
+
+@pytest.mark.parametrize("says, attach", [
+    ("drafts 3 tokens a verify, not 2", lambda s, d: server.attach(s.drafting.url, d.directory, steps=2)),
+    ("does not speculate; start it with .*-num-steps 3", lambda s, d: server.attach(s.plain.url, d.directory, steps=3)),
+    ("is no SGLang 0.5.23", lambda s, d: server.attach(s.plain.url + "/v1", d.directory))])
+def test_another_server_than_is_wanted(servers, demo, says, attach):
+    with pytest.raises(UserError, match=says):
+        attach(servers, demo)
+
+
+def test_prompts_at_the_end_of_the_context(servers):
+    """What we let through is answered whole, with its drafts behind it; beyond, the server has its own word."""
+    running = servers.drafting
+    fits, more = (benchmarks.Prompt("p", "s", ids=(5, 6) * ((running.longest - 8) // 2) + (7,) * n) for n in (0, 1))
+    reply, = serving.serve(running, [fits], max_new_tokens=8, kept_dir=servers.kept["drafting"]).replies
+    assert len(fits.ids) + 8 == running.longest and len(reply.ids) == 8
+    with pytest.raises(UserError, match=f"8 to answer pass the {running.longest} that the server has room for"):
+        serving.check_lengths(running, [more], 8)
+    with pytest.raises(UserError, match=f"refuses a prompt of {CONTEXT} tokens: HTTP 400 The input .* is longer than"):
+        serving.ask(running, [5] * CONTEXT, {"max_new_tokens": 1}, 60)
+
+
+def test_an_answer_of_one_token_has_no_verify(servers, demo):
+    served = serving.serve(servers.drafting, demo.prompts[:1], max_new_tokens=1, kept_dir=servers.kept["drafting"])
+    reply, = served.replies
+    assert (len(reply.ids), reply.verifies, reply.past_end) == (1, 0, 0)
+
+
+def test_a_death_midway_and_nothing_left_behind(servers, demo):
+    """Last, since it is the servers' end: one loses its scheduler, the other is closed."""
+    families = [[psutil.Process(s.process.pid), *psutil.Process(s.process.pid).children(recursive=True)]
+                for s in (servers.drafting, servers.plain)]
+    scheduler, = (process for process in families[1] if "schedul" in " ".join([process.name(), *process.cmdline()]))
+    os.kill(scheduler.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"SGLang ended: .*; 0 answers are kept in .*: run again"):
+        serving.serve(servers.plain, demo.prompts, max_new_tokens=20, kept_dir=servers.kept["plain"])
+    servers.stack.close()
+    until = time.monotonic() + 60
+    left = [process for family in families for process in family]
+    while left and time.monotonic() < until:
+        left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        time.sleep(0.1)
+    assert not left and not servers.drafting.log.exists()
+    servers.plain.log.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from eagle3nb.acceptance import card
 from eagle3nb.drafter.export import export
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.errors import UserError
-from eagle3nb.files import xxh3_file
+from eagle3nb.files import project_root, read_json, xxh3_file
 from eagle3nb.states.target import TargetFacts
 
 FACTS = TargetFacts("LlamaForCausalLM", 32, 10, 4, 2, 8, 40, 97, 1e-5, 256, (2,), False,
@@ -144,6 +144,22 @@ def test_no_place_of_this_machine_enters(folder, monkeypatch):
 def test_a_base_model_is_a_hubs_name(folder, name):
     with pytest.raises(UserError, match="owner/name"):
         written(folder, base_model=name)
+
+
+def test_a_card_of_real_records(folder):
+    """The committed specimen's: every total of its evaluation, every source of its corpus."""
+    run = project_root() / "outputs" / "specimen-demo"
+    given = {stage: read_json(run / f"{number}_{stage}.json") for number, stage in
+             ((2, "merge"), (3, "extraction"), (4, "training"), (5, "evaluation"))}
+    text = written(folder, **given)
+    totals = [row for row in given["evaluation"]["result"]["acceptance"] if row["source"] == "all"]
+    assert totals and all(f"| {row['steps']} | {row['tau']:.2f} | {row['low']:.2f} to {row['high']:.2f} |" in text
+                          for row in totals)
+    assert all(f"| {source['name']} | {source['records']:,} |" in text
+               for source in given["merge"]["result"]["merge"]["sources"])
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Acceptance length", "Serve it", "Data", "Training", "Limits",
+                                                    "Checked", "Identity"]
+    assert "None" not in text and "nan" not in text
 
 
 def test_the_embedded_target_has_a_name(folder):

@@ -25,7 +25,9 @@ def drafter(facts, **flags):
 
 
 @pytest.mark.parametrize(("facts", "flags"), [
-    ({}, {}), ({"rope": YARN}, {}), ({}, {"fc_norm": True, "norm_output": True}),
+    ({}, {}), ({"rope": YARN}, {}),
+    ({"rope": {"theta": 5e4, "scaling": YARN["scaling"] | {"attention_factor": 1.7}}}, {}),
+    ({}, {"fc_norm": True, "norm_output": True}),
     ({"heads": 4, "kv_heads": 4, "head_dim": 16}, {"intermediate": 24}),
 ])
 def test_reloaded_logits_are_equal(tmp_path, tiny_facts, facts, flags):

@@ -12,7 +12,8 @@ whose states are computed in float32.
 Printed: bytes a token, held-out loss, acceptance length with its interval and the paired difference from the fp32
 store's, for each; the largest relative difference of any step's loss between the stream and the whole bf16 store, the
 share of waiting, and the most bytes of shards and head that a look every 10 ms found on the disk. The exit code is 1
-where the stream's loss is not the whole store's (1e-6), or passed its bound.
+where the stream's loss is not the whole store's (1e-4: its rows are computed in other batches, so that now and then a
+state rounds to its bf16 neighbour), or passed its bound.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from eagle3nb.states import open_target, stream
 from eagle3nb.states.extract import extract
 from eagle3nb.states.target import embedding, load_tokenizer, target_dir
 
-SAME = 1e-6  # relative: the same sums, in another process
+SAME = 1e-4  # relative: streamed rows are computed in other batches, so a bf16 state may round to its neighbour
 
 
 class Watch(threading.Thread):
@@ -159,7 +160,8 @@ def main() -> int:
     same = max(found["streamed loss, relative"].values()) <= SAME
     within = runs[-1]["disk (MB)"] * 1e6 <= keep
     print(f"{'met' if same else 'MISSED':<8}the streamed loss is the whole store's, to {SAME:.0e}")
-    print(f"{'met' if within else 'MISSED':<8}the stream keeps {runs[-1]['disk (MB)']:,.0f} of {options.keep_mb:,.0f} MB")
+    most = f"{runs[-1]['disk (MB)']:,.0f} of {options.keep_mb:,.0f} MB"
+    print(f"{'met' if within else 'MISSED':<8}the stream stays within its disk: at most {most}")
     return 0 if same and within else 1
 
 

@@ -161,6 +161,8 @@ def table_of(config: dict) -> dict:
     if kind in ("default", "mrope"):
         return {"rope_type": "default", "rope_theta": float(theta)}
     settings = {key: value for key, value in settings.items() if value is not None}
+    if kind == "yarn" and "attention_factor" in settings:  # it wins over the two; attn_factor is SGLang's word for it
+        settings = {k: v for k, v in settings.items() if k not in ("mscale", "mscale_all_dim", "attn_factor")}
     places = {"original_max_position_embeddings": config.get("original_max_position_embeddings")
               or config.get("max_position_embeddings", 2048)} if kind in ("yarn", "longrope") else {}
     return {"rope_type": kind, "rope_theta": float(theta)} | places | FILLED_IN.get(kind, {}) | settings

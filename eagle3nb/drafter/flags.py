@@ -12,6 +12,8 @@ keys.
 """
 
 import math
+from contextlib import suppress
+from importlib import metadata
 
 from eagle3nb.drafter.model import DraftConfig
 from eagle3nb.errors import UserError
@@ -341,6 +343,15 @@ def said(value) -> str:
 def rounded(value: float) -> float:
     """To 9 digits: the engines' formulas round differently in the last ones."""
     return float(f"{value:.9g}")
+
+
+def installed() -> dict[str, str]:
+    """Versions of the engines that lie in this environment, for `table`; what lies in another one it does not know."""
+    found = {}
+    for engine in VERSIONS:
+        with suppress(metadata.PackageNotFoundError):
+            found[engine] = metadata.version(engine.lower())
+    return found
 
 
 def numbers(version: str) -> tuple[int, ...]:

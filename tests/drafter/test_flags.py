@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3nb.drafter import flags
+from eagle3nb.drafter.differences import config_differences
 from eagle3nb.drafter.export import engine_config, export
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.errors import UserError
@@ -142,6 +143,25 @@ def test_older_engines_may_ignore_the_norms_of_eagle_3_1():
         assert bool(verdicts(flags.table(config, written, facts(), versions=versions))) is bad, versions
     plain = pair(facts())
     assert verdicts(flags.table(*plain, facts(), versions={"SGLang": "0.4.0"})) == {}
+
+
+def test_versions_of_what_is_installed(tmp_path, monkeypatch):
+    for name, version in (("vllm", "0.31.0+cpu"), ("sglang", "0.5.23")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert flags.installed() == {"SGLang": "0.5.23", "vLLM": "0.31.0+cpu"}
+
+
+def test_the_audit_takes_the_portable_spelling_for_the_targets_own():
+    scaling = SCALINGS["attention_factor"]
+    _, written = pair(facts(rope={"theta": 5e4, "scaling": scaling}))
+    target = {key: written[key] for key in ("hidden_size", "vocab_size", "num_attention_heads", "head_dim",
+                                            "rms_norm_eps", "max_position_embeddings")}
+    target |= {"rope_theta": 5e4, "rope_scaling": scaling, "tie_word_embeddings": False}
+    assert "attn_factor" in written["rope_scaling"] and config_differences(written, target, 100) == []
+    target["rope_scaling"] = scaling | {"attention_factor": 1.8}
+    assert [row["key"] for row in config_differences(written, target, 100)] == ["rope_scaling.attention_factor"]
 
 
 def test_nothing_is_written_that_is_refused(tmp_path):

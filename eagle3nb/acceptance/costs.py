@@ -16,6 +16,7 @@ from eagle3nb.errors import UserError
 
 START = 16  # tokens of the prompt on which the host's part of a round is measured
 TEXT = 8  # and tokens decoded there
+STEADY = 0.15  # drafts pay or not by that much
 
 
 @torch.inference_mode()
@@ -107,6 +108,18 @@ def at(rows: list[dict], context: float) -> Costs:
                  draft_step={1: value("draft", 1)},
                  catch_up={(1, width): value("catch_up", width) for width in widths},
                  overhead={1: value("overhead", 0)})
+
+
+def steadiness(rows: list[dict]) -> str:
+    """One sentence on how far the verify's timings can be trusted: the width of their middle half, at the worst part.
+
+    On a busy machine one width meets a slow moment more often than another, and the best number of steps is by chance.
+    """
+    worst = max((row["high"] - row["low"]) / row["seconds"] for row in rows if row["what"] == "verify")
+    if worst <= STEADY:
+        return f"the middle half of a verify's timings lies within {worst:.0%} of their median"
+    return (f"the middle half of a verify's timings spreads over {worst:.0%} of their median: the machine was busy, and "
+            "the best number of steps may be by chance; measure again when it is not")
 
 
 def mean_context(answers) -> float:

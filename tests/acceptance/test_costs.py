@@ -62,6 +62,14 @@ def test_costs_at_a_context_lie_on_the_line_between():
     assert costs.at(rows, 900).verify[1, 1] == pytest.approx(36.0)
 
 
+def test_a_busy_machine_is_told():
+    quiet = {"what": "verify", "seconds": 1.0, "low": 0.95, "high": 1.05}
+    busy = {"what": "verify", "seconds": 2.0, "low": 1.5, "high": 2.5}
+    small = {"what": "draft", "seconds": 0.1, "low": 0.0, "high": 9.0}  # a stall there decides nothing
+    assert "within 10%" in costs.steadiness([quiet, small])
+    assert "over 50% of their median: the machine was busy" in costs.steadiness([quiet, busy, small])
+
+
 def test_the_mean_context_is_the_tokens_own(world):
     places = [position for a in world.answers for position in range(a.start, a.end)]
     assert costs.mean_context(world.answers) == pytest.approx(sum(places) / len(places) + 0.5)

@@ -118,8 +118,8 @@ def steadiness(rows: list[dict]) -> str:
     worst = max((row["high"] - row["low"]) / row["seconds"] for row in rows if row["what"] == "verify")
     if worst <= STEADY:
         return f"the middle half of a verify's timings lies within {worst:.0%} of their median"
-    return (f"the middle half of a verify's timings spreads over {worst:.0%} of their median: the machine was busy, and "
-            "the best number of steps may be by chance; measure again when it is not")
+    return (f"the middle half of a verify's timings spreads over {worst:.0%} of their median: the machine was busy, "
+            "and the best number of steps may be by chance; measure again when it is not")
 
 
 def mean_context(answers) -> float:

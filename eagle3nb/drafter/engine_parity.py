@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3nb.drafter.export import DTYPES
+from eagle3nb.drafter import export
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.ttt import steps as ttt_steps
 from eagle3nb.errors import UserError
@@ -86,10 +86,7 @@ def expect(model: DraftModel, folder: str | Path, steps: int, tokens: int, seed:
     show a wrong base or factor}.
     """
     generator, c, context = torch.Generator().manual_seed(seed), model.config, model.config.max_positions
-    kind = DTYPES[read_json(Path(folder) / "config.json")["torch_dtype"]]
-    rounded = DraftModel(c, model.embed_tokens.cpu(), model.vocabulary_ids.cpu()).float()
-    rounded.load_state_dict({name: tensor.cpu().to(kind).float() if tensor.is_floating_point() else tensor.cpu()
-                             for name, tensor in model.state_dict().items()})
+    rounded = export.rounded(model, read_json(Path(folder) / "config.json")["torch_dtype"])
     ids = torch.randint(c.vocab, (tokens + steps + 1,), generator=generator)
     aux = torch.randn(len(ids), 3 * c.hidden, generator=generator)
     outputs = ttt_steps(rounded, ids, aux, torch.zeros(len(ids), dtype=torch.int64), [torch.arange(tokens)] * steps)

@@ -127,13 +127,22 @@ def check(folder: str | Path) -> dict:
     return config
 
 
+def rounded(model: DraftModel, dtype: str) -> DraftModel:
+    """The drafter with its weights rounded as an export in `dtype` has them; float32, on the CPU."""
+    made = DraftModel(model.config, model.embed_tokens.cpu(), model.vocabulary_ids.cpu()).float()
+    made.load_state_dict({name: tensor.cpu().to(DTYPES[dtype]).float() if tensor.is_floating_point() else tensor.cpu()
+                          for name, tensor in model.state_dict().items()})
+    return made
+
+
 @torch.no_grad()
 def parity(model: DraftModel, folder: str | Path, *, tokens: int = 24, seed: int = 0) -> float:
     """Largest difference between the drafter's logits and those of the export, reloaded, on random states; step 0.
 
     Relative to the largest logit; 1e-5 is what float32 allows. The export's side uses only what lies in `folder` and
-    the target's embedding.
+    the target's embedding. Of an export in half precision the drafter's side is rounded alike.
     """
+    model = rounded(model, read_json(Path(folder) / "config.json")["torch_dtype"])
     generator = torch.Generator().manual_seed(seed)
     c = model.config
     ids = torch.randint(c.vocab, (tokens + 1,), generator=generator)

@@ -94,12 +94,15 @@ def _host(target, drafter, steps: int) -> float:
     return (found.decode_s - found.draft_s - found.verify_s) / len(found.accepted)
 
 
-def at(rows: list[dict], context: float) -> Costs:
+def at(rows: list[dict], context: float, column: str = "seconds") -> Costs:
     """The speed model's costs of one sequence at a context length: on the line between the nearest measured contexts,
-    and those of the shortest or longest beyond them."""
+    and those of the shortest or longest beyond them.
+
+    `column` "low", the lower quartile, is nearer to the machine's own speed where others work on it at the same time.
+    """
     points = defaultdict(list)
     for row in rows:
-        points[row["what"], row["width"]].append((row["context"], row["seconds"]))
+        points[row["what"], row["width"]].append((row["context"], row[column]))
     def value(what: str, width: int) -> float:
         contexts, seconds = zip(*sorted(points[what, width]), strict=True)
         return float(np.interp(context, contexts, seconds))

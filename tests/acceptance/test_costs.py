@@ -60,6 +60,8 @@ def test_costs_at_a_context_lie_on_the_line_between():
     assert found.draft_step == pytest.approx({1: 4.5})
     assert costs.at(rows, 10).verify[1, 1] == pytest.approx(16.0)  # as the shortest: nothing is known before it
     assert costs.at(rows, 900).verify[1, 1] == pytest.approx(36.0)
+    halves = costs.at([row | {"low": row["seconds"] / 2} for row in rows], 150, "low")
+    assert halves.verify == pytest.approx({(1, 1): 10.5, (1, 2): 11.0}) and halves.overhead == {1: 0.125}
 
 
 def test_a_busy_machine_is_told():

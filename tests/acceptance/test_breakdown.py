@@ -1,6 +1,7 @@
 """Breakdowns against the walk played move by move in plain Python, and by hand."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -89,6 +90,14 @@ def test_buckets_begin_where_they_say():
     for position, name in zip(at, names, strict=True):
         first, last = (int(end.replace(",", "")) for end in name.split("–"))
         assert first <= position <= last
+
+
+def test_a_verify_stands_where_its_newest_token_does():
+    (chain,) = random_chains(4, answers=1)
+    for position, name in ((255, "0–255"), (256, "256–511")):  # the newest token's, at the answer's only verify
+        answer = replace(chain.answer, prompt=(1,) * position, ids=(5, 6))
+        found = [offline.Chains(answer, np.zeros((K, len(answer.sequence)), dtype=bool))]
+        assert [r["context"] for r in breakdown.by_context(found, 1, bootstrap=9, seed=1)] == [name]
 
 
 @pytest.mark.parametrize("steps", [1, 4])

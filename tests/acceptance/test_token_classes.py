@@ -81,6 +81,13 @@ def test_places_come_before_looks():
     check([("Yes ``` no fence 1", None)])                                                # not at a line's beginning
 
 
+def test_a_token_that_reaches_from_a_thought_into_a_call():
+    tokenizer = byte_level(merges=[("]", "<")])
+    ids = encode(tokenizer, "[THINK]a[/THINK]<|tool_call_argument_begin|>{}")
+    assert tokenizer.decode([ids[15]]) == "]<"
+    assert classify(answer(ids), tokenizer) == ["thought"] * 16 + ["tool call"] * (len(ids) - 16)
+
+
 def test_a_thought_that_the_prompt_opened():
     check([("so 1", "thought"), ("</think>", "thought"), ("\n4", None)], prompt="<|im_end|>assistant\n<think>\n")
     check([("so 1, cut", "thought")], prompt="assistant\n<think>\n")

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 
 from eagle3nb.errors import UserError
+from eagle3nb.files import resolve
 
 CHOICES = ("fitted", "target", "head", "random")  # where training starts: initialise.py
 VERIFIED = ("all", "each", "first", "never")  # when a store's checksums are read
@@ -34,7 +35,7 @@ class Settings:
     held_out_from: int = 0           # first row of the corpus's own validation part, its end; 0: the share decides
     evaluate_every: int = 0          # optimiser steps; 0: at the end of every epoch
     checkpoint_every: int = 0        # optimiser steps; 0: at every evaluation
-    initialise: str = "fitted"
+    initialise: str = "fitted"       # or the folder of a checkpoint to go on from: finetune.py
     loss_average: str = "slot"
     norm_output: bool = False
     fc_norm: bool = False
@@ -69,6 +70,11 @@ class Settings:
         return cls.from_json({**values, **{name: str(path) for name, path in folders.items()},
                               "held_out_from": held_out_from})
 
+    @property
+    def finetunes(self) -> bool:
+        """Does training start from a checkpoint?"""
+        return self.initialise not in CHOICES
+
     def check(self) -> None:
         wrong = [(self.ttt_steps >= 1, "ttt_steps must be 1 or more"), (self.epochs >= 1, "epochs must be 1 or more"),
                  (self.learning_rate > 0, "learning_rate must be positive"),
@@ -78,7 +84,9 @@ class Settings:
                  (0 <= self.warmup_share < 1, "warmup_share must lie in 0 … 1"),
                  (self.clip > 0, "clip must be positive"), (self.minutes >= 0, "minutes must not be negative"),
                  (self.loss_average in ("slot", "document"), "loss_average must be slot or document"),
-                 (self.initialise in CHOICES, f"initialise must be one of {', '.join(CHOICES)}"),
+                 (not self.finetunes or (resolve(self.initialise) / "config.json").is_file(),
+                  f"initialise must be one of {', '.join(CHOICES)}, or the folder of an EAGLE-3 checkpoint, which "
+                  f"{self.initialise!r} is not"),
                  (self.verify_states in VERIFIED, f"verify_states must be one of {', '.join(VERIFIED)}")]
         for right, message in wrong:
             if not right:
@@ -97,9 +105,11 @@ def learning_rate(settings: Settings, step: int, total: int, warmup: int) -> flo
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup)))
 
 
-def run_identity(settings: Settings, ids: list[int], fingerprint) -> str:
-    """Hash of all that decides the result; where folders lie and how often to save do not."""
+def run_identity(settings: Settings, ids: list[int], fingerprint, checkpoint: str = "") -> str:
+    """Hash of all that decides the result; where folders lie and how often to save do not. checkpoint: the content of
+    the one that is fine-tuned (finetune.content), which counts in place of its folder."""
     free = ("states", "drafter", "target", "corpus", "checkpoint_every", "verify_states")
     decides = {name: value for name, value in asdict(settings).items() if name not in free}
+    decides["initialise"] = checkpoint or settings.initialise
     whole = json.dumps([decides, ids, fingerprint], sort_keys=True, default=str)
     return hashlib.sha256(whole.encode()).hexdigest()[:16]

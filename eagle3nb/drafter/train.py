@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from eagle3nb.drafter import finetune
 from eagle3nb.drafter.checkpoint import latest, restore, save_checkpoint
 from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.fitting import SCALED
@@ -69,20 +70,23 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False) -> dict
     """
     folder, device = Path(settings.drafter), "cuda" if torch.cuda.is_available() else "cpu"
     ids = read_json(folder / "vocabulary.json")["ids"]
-    identity = run_identity(settings, ids, store.fingerprint)
+    begun = finetune.start(settings, facts, store.embedding(), ids) if settings.finetunes else None
+    identity = run_identity(settings, ids, store.fingerprint, begun.content if begun else "")
     rows, held_out = split(store, settings.validation_share, settings.held_out_from)
     plan = Plan.make(rows, store.lengths, epochs=settings.epochs, seed=settings.seed, pack_tokens=settings.pack_tokens,
                      accumulate=settings.accumulate)
     warmup = warmup_steps(settings, len(plan.steps))
 
     sizes = {"intermediate": settings.intermediate} if settings.intermediate else {}
-    config = DraftConfig.from_target(facts, len(ids), norm_output=settings.norm_output, fc_norm=settings.fc_norm,
-                                     **sizes)
+    config = begun.config if begun else DraftConfig.from_target(
+        facts, len(ids), norm_output=settings.norm_output, fc_norm=settings.fc_norm, **sizes)
     model, head = DraftModel(config, store.embedding(), torch.tensor(ids)), store.lm_head_rows(ids).float()
     resumed = latest(folder / "checkpoints", identity)
     if isinstance(store, Stream):
         announce(store, settings, plan, rows, held_out, resumed[0]["step"] if resumed else 0, stop)
-    if not resumed:
+    if begun:
+        finetune.load(model, begun)
+    elif not resumed:
         initialise(model, settings.initialise, head=head, weights=weights(), seed=settings.seed,
                    steps=settings.ttt_steps, rows=(store.row(int(i)) for i in rows))
     model.to(device).lm_head.weight.requires_grad_(not settings.freeze_head)

@@ -21,18 +21,22 @@ from eagle3nb.files import atomic_write, read_json, sync_folder, write_json, xxh
 KEPT = 2
 
 
-def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-                    state: dict) -> None:
-    """Write `folder`/step-<step>; `state` is JSON (identity, best, seconds, …). Older ones but the last go."""
+def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, and `restore` puts back: parameters, moments, RNG state; not copied."""
     tensors = {"rng": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}.{name}"] = value
+        tensors |= {f"{key}.{name}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return tensors
+
+
+def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                    state: dict) -> None:
+    """Write `folder`/step-<step>; `state` is JSON (identity, best, seconds, …). Older ones but the last go."""
     partial = folder / f"partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     with atomic_write(partial / "tensors.safetensors", "wb") as handle:
-        handle.write(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+        handle.write(save({name: x.cpu().contiguous() for name, x in tensors_of(model, optimizer).items()}))
     write_json(partial / "state.json", {"step": step, "xxh3": xxh3_file(partial / "tensors.safetensors"), **state})
     final = folder / f"step-{step:06d}"
     shutil.rmtree(final, ignore_errors=True)

@@ -101,26 +101,35 @@ class StepCounts:
         return self.hits / np.maximum(self.counted, 1)
 
 
-def loss_scales(packs: list[Pack], decay: float, average: str) -> list[list[Tensor]]:
+def loss_totals(packs: list[Pack], K: int, average: str) -> np.ndarray:
+    """Among how many the weight of each step k is shared, int64 [K]: loss-bearing slots, or documents that have one."""
+    totals = np.zeros(K, np.int64)
+    for pack in packs:
+        for k, (at, mask) in enumerate(zip(pack.slots, pack.bearing, strict=True)):
+            totals[k] += int(mask.sum()) if average == "slot" else len(pack.documents[at[mask]].unique())
+    return totals
+
+
+def loss_scales(packs: list[Pack], decay: float, average: str, totals: np.ndarray | None = None
+                ) -> list[list[Tensor]]:
     """For each pack and step, each loss-bearing slot's weight, float32 [n]: decay^k over the optimiser step's number.
 
     average "slot": every loss-bearing slot of step k weighs the same over all packs. "document": every document that
-    has one does, its slots sharing its weight. A step without any weighs nothing.
+    has one does, its slots sharing its weight. A step without any weighs nothing. totals: loss_totals of the whole
+    optimiser step, of which `packs` may be a process's share; None: they are all of it.
     """
-    bearing = [pack.bearing for pack in packs]
-    scales = [[] for _ in packs]
-    for k in range(len(packs[0].slots)):
-        slots = [pack.slots[k][mask[k]] for pack, mask in zip(packs, bearing, strict=True)]
-        if average == "slot":
-            total = sum(len(at) for at in slots)
-            shares = [torch.full((len(at),), 1 / max(total, 1)) for at in slots]
-        else:
-            sizes = [torch.bincount(pack.documents[at]) for pack, at in zip(packs, slots, strict=True)]
-            total = sum(int((size > 0).sum()) for size in sizes)
-            shares = [1 / (size[pack.documents[at]] * total)
-                      for pack, at, size in zip(packs, slots, sizes, strict=True)]
-        for scale, share in zip(scales, shares, strict=True):
-            scale.append(decay ** k * share.float())
+    totals = loss_totals(packs, len(packs[0].slots), average) if totals is None else totals
+    scales = []
+    for pack in packs:
+        scales.append([])
+        for k, (at, mask) in enumerate(zip(pack.slots, pack.bearing, strict=True)):
+            at = at[mask]
+            if average == "slot":
+                share = torch.full((len(at),), 1 / max(int(totals[k]), 1), device=at.device)
+            else:
+                sizes = torch.bincount(pack.documents[at])
+                share = 1 / (sizes[pack.documents[at]] * int(totals[k]))
+            scales[-1].append(decay ** k * share.float())
     return scales
 
 

@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     synthesise.add_argument("out", help="folder for the dataset directories, e.g. data/demo")
     synthesise.add_argument("--only", nargs="*", default=[], metavar="DATASET", help="only these datasets")
     synthesise.add_argument("--seed", type=int, default=1)
+    synthesise.add_argument("--parts", type=int, default=1, metavar="N", help="files a dataset, by successive seeds")
     return top
 
 
@@ -91,7 +92,7 @@ def perform(options: argparse.Namespace) -> int:
         return 0
     from eagle3nb.synthesis.answers import main as answer
 
-    answer(options.prompts, options.out, options.only, options.seed)
+    answer(options.prompts, options.out, options.only, options.seed, options.parts)
     return 0
 
 

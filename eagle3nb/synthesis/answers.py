@@ -8,6 +8,7 @@ appears whole. What came of each answer is counted by reason. A text depends on 
 """
 
 import gzip
+import itertools
 import json
 import os
 from collections import Counter
@@ -50,28 +51,33 @@ class Talk:
         return self.prompt.id, self.turn, self.attempt
 
 
-def main(prompts_dir: str, out_dir: str, only: list[str], seed: int) -> None:
+def main(prompts_dir: str, out_dir: str, only: list[str], seed: int, parts: int = 1) -> None:
     """Make the datasets of `prompts_dir` (all, or those named) in `out_dir`, answered by the embedded target.
 
-    What stands there already and is still right is not made again. A line a dataset tells what came of it.
+    Each part of a dataset is a file made with a seed of its own, `seed` and those after it: templates filled otherwise,
+    hand-written prompts answered anew. What stands there already and is still right is not made again. A line a part
+    tells what came of it.
     """
+    if parts < 1:
+        raise UserError(f"parts is {parts}; choose 1 or more")
     from eagle3nb.states.hf import TransformersTarget  # torch and the weights only when there is work to answer
     from eagle3nb.states.target import load_tokenizer, target_dir, target_identity
     recipes, out_dir = load_recipes(prompts_dir, only), resolve(out_dir)
     folder = target_dir("embedded")
     identity, tokenizer = target_identity(folder), load_tokenizer(folder)
     target = None
-    for recipe in recipes:
-        mark = fingerprint(recipe, [begin(prompt, tokenizer) for prompt in expand(recipe, seed)], seed, identity)
-        report = standing(out_dir, recipe.name, mark)
+    for part, recipe in itertools.product(range(parts), recipes):
+        own = seed + part
+        mark = fingerprint(recipe, [begin(prompt, tokenizer) for prompt in expand(recipe, own)], own, identity)
+        report = standing(out_dir, recipe.name, mark, part)
         if report is None:
             target = target or TransformersTarget(folder)
             try:
-                report = synthesise(recipe, target, tokenizer, out_dir, seed, mark)
+                report = synthesise(recipe, target, tokenizer, out_dir, own, mark, part)
             except OSError as error:
                 raise UserError(f"cannot write {shown(out_dir / recipe.name)}: {error.strerror or error}; what was "
                                 "answered is kept, so free space or allow writing, and start again") from error
-        print(line(recipe.name, report), flush=True)
+        print(line(numbered(recipe.name, part), report), flush=True)
 
 
 def fingerprint(recipe: Recipe, talks: list["Talk"], seed: int, identity: dict) -> str:
@@ -82,18 +88,23 @@ def fingerprint(recipe: Recipe, talks: list["Talk"], seed: int, identity: dict) 
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
-def standing(out_dir: Path, name: str, mark: str) -> dict | None:
-    """The report of a dataset that stands finished under this fingerprint, its file unharmed; None otherwise."""
-    report, file = out_dir / f"{name}.json", out_dir / name / "part-000.jsonl.gz"
+def numbered(name: str, part: int) -> str:
+    """A dataset's name, or a row's: of a later part with the part's number, so that it stands once."""
+    return f"{name}.{part}" if part else name
+
+
+def standing(out_dir: Path, name: str, mark: str, part: int = 0) -> dict | None:
+    """The report of a part that stands finished under this fingerprint, its file unharmed; None otherwise."""
+    report, file = out_dir / f"{numbered(name, part)}.json", out_dir / name / f"part-{part:03d}.jsonl.gz"
     if not report.is_file() or not file.is_file():
         return None
     report = read_json(report)
     return report if report["fingerprint"] == mark and report["xxh3"] == xxh3_file(file) else None
 
 
-def synthesise(recipe: Recipe, target, tokenizer, out_dir: Path, seed: int, mark: str) -> dict:
-    """Answer one recipe's prompts and write `out_dir/<name>/part-000.jsonl.gz`; its report, also in
-    `out_dir/<name>.json`.
+def synthesise(recipe: Recipe, target, tokenizer, out_dir: Path, seed: int, mark: str, part: int = 0) -> dict:
+    """Answer one recipe's prompts and write `out_dir/<name>/part-<part>.jsonl.gz`; its report, also in
+    `out_dir/<name>.json` (of a later part <name>.<part>.json).
 
     `target` needs `generate` and `facts` (eos, vocab) of TransformersTarget. Raises UserError where no row is left.
     """
@@ -102,19 +113,20 @@ def synthesise(recipe: Recipe, target, tokenizer, out_dir: Path, seed: int, mark
     markers = find_markers(tokenizer)
     talks = [begin(prompt, tokenizer) for prompt in expand(recipe, seed)]
     expected = sum(1 + len(talk.prompt.later) for talk in talks)
-    notes = folder / ".part-000.journal.partial"
-    with journal(notes, mark) as (known, note), progress(expected, recipe.name, "answers") as bar:
+    path = folder / f"part-{part:03d}.jsonl.gz"
+    notes = folder / f".part-{part:03d}.journal.partial"
+    with journal(notes, mark) as (known, note), progress(expected, numbered(recipe.name, part), "answers") as bar:
         bar.advance(sum(attempt == 0 for _, _, attempt in known))
         while waiting := [talk for talk in talks if not talk.over]:
             answer_missing([talk for talk in waiting if talk.key not in known], recipe, target, seed, note, bar)
             for talk in waiting:
                 take(talk, known[talk.key], recipe, target, tokenizer, markers, counts)
-    rows = [as_row(talk, tokenizer) for talk in talks if talk.turn]
+    rows = [as_row(talk, tokenizer, part) for talk in talks if talk.turn]
     if not rows:
         raise UserError(f"synthesis {recipe.name}: no answer was usable ({dict(counts)}); "
                         "change its prompts or its temperature")
-    report = write(recipe, rows, counts, folder, mark)
-    write_json(out_dir / f"{recipe.name}.json", report)
+    report = write(recipe, rows, counts, path, mark)
+    write_json(out_dir / f"{numbered(recipe.name, part)}.json", report)
     notes.unlink()
     return report
 
@@ -222,11 +234,12 @@ def agree(ids: list[int], mask: list[int], messages: list[dict], tokenizer, mark
     return whole_ids[:len(ids)].tolist() == ids and whole_mask[:len(ids)].tolist() == mask
 
 
-def as_row(talk: Talk, tokenizer) -> dict:
+def as_row(talk: Talk, tokenizer, part: int = 0) -> dict:
     """The record of DESIGN section 3. An unanswered last turn is cut off. A cut answer's text would not give its ids
     back, so such a row has no `messages`; any other equals its messages' rendering, to the line break at the end."""
     end = max(i for i, value in enumerate(talk.mask) if value) + 1
-    row = {"id": talk.prompt.id, "input_ids": talk.ids[:end], "loss_mask": talk.mask[:end], "finish": talk.finish}
+    row = {"id": numbered(talk.prompt.id, part), "input_ids": talk.ids[:end], "loss_mask": talk.mask[:end],
+           "finish": talk.finish}
     if talk.finish == "stop":
         last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")
         row["messages"] = talk.messages[:last + 1]
@@ -235,9 +248,8 @@ def as_row(talk: Talk, tokenizer) -> dict:
     return row
 
 
-def write(recipe: Recipe, rows: list[dict], counts: Counter, folder: Path, mark: str) -> dict:
-    """The dataset's file, the same bytes for the same rows, and its report."""
-    path = folder / "part-000.jsonl.gz"
+def write(recipe: Recipe, rows: list[dict], counts: Counter, path: Path, mark: str) -> dict:
+    """The part's file, the same bytes for the same rows, and its report."""
     with atomic_write(path, "wb") as handle, gzip.GzipFile("", "wb", 9, handle, mtime=0) as packed:
         for row in rows:
             packed.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")

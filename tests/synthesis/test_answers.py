@@ -149,6 +149,39 @@ def test_a_finished_dataset_stands_until_something_changes(tmp_path, recipe, tok
     assert standing(tmp_path, "X1_test", "mark") is None
 
 
+def test_parts_are_files_of_the_seeds_one_after_another(tmp_path, tokenizer, monkeypatch, capsys):
+    """Ids stand once, the first part is what a command without parts makes, and more parts leave those that stand."""
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "X1_test.yml").write_text(
+        RECIPE.replace("count: 4", "count: 6") + 'templates: ["What of {x}?"]\nslots: {x: [a, b, c, d, e, f]}\n')
+    script = Script(tokenizer, {})
+    for name, value in {"target_dir": lambda name: tmp_path, "load_tokenizer": lambda folder: tokenizer,
+                        "target_identity": lambda folder: {"config": "c", "weights": "w"}}.items():
+        monkeypatch.setattr(f"eagle3nb.states.target.{name}", value)
+    monkeypatch.setattr("eagle3nb.states.hf.TransformersTarget", lambda folder: script)
+
+    def made(out, parts):
+        script.asked.clear()
+        answers.main(tmp_path / "prompts", tmp_path / out, [], 1, parts)
+        return {path.name: path.read_bytes() for path in sorted((tmp_path / out / "X1_test").iterdir())}
+
+    one, three = made("one", 1), made("three", 3)
+    assert list(three) == ["part-000.jsonl.gz", "part-001.jsonl.gz", "part-002.jsonl.gz"]
+    assert {"part-000.jsonl.gz": three["part-000.jsonl.gz"]} == one
+    assert len({attempt for _, attempt in script.asked}) == 1 and len(script.asked) == 3 * 7
+    rows = [json.loads(line) for part in three.values() for line in gzip.decompress(part).splitlines()]
+    assert len({row["id"] for row in rows}) == 18 and rows[6]["id"] == "X1_test-0000.1"
+    asked = [{tuple(row["input_ids"]) for row in rows[i:i + 6]} for i in (0, 6, 12)]
+    assert len(set.union(*asked)) > 6, "another seed fills the templates otherwise"
+    assert sorted(path.name for path in (tmp_path / "three").glob("*.json")) == [
+        "X1_test.1.json", "X1_test.2.json", "X1_test.json"]
+    assert made("one", 3) == three and len(script.asked) == 2 * 7
+    assert made("one", 3) == three and not script.asked
+    assert "X1_test.2" in capsys.readouterr().out
+    with pytest.raises(UserError, match="parts is 0"):
+        made("one", 0)
+
+
 def test_no_usable_answer_is_an_error_that_keeps_what_stood(tmp_path, recipe, tokenizer):
     synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path, 1, "mark")
     before = rows_of(tmp_path)

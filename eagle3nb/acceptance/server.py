@@ -40,8 +40,8 @@ class Server:
     """A server that answers at `url` with the text of the target in `target`.
 
     `steps` drafted tokens a verify, 0 without speculation. `longest`: tokens that a prompt and its answer may have
-    together. `identity`: all that its answers and counts depend on. `load_s`: seconds that its start took; `log` and
-    `process` of one that was started here, else None.
+    together. `identity`: all that its answers and counts depend on. `load_s`: seconds that its start took; `log`
+    (`log_bytes` long by then) and `process` of one that was started here, else None.
     """
 
     url: str
@@ -55,6 +55,7 @@ class Server:
     settings: dict = field(hash=False)
     load_s: float | None = None
     log: Path | None = None
+    log_bytes: int = 0
     process: subprocess.Popen | None = None
 
     @property
@@ -64,7 +65,9 @@ class Server:
 
     def why(self) -> str:
         """One line on a server that does not answer any more."""
-        return why(self.log) if self.ended else f"the server at {self.url} does not answer any more"
+        if self.ended:
+            return why(self.log, since=self.log_bytes)
+        return f"the server at {self.url} does not answer any more"
 
 
 @contextmanager
@@ -95,7 +98,8 @@ def start(target_dir: str | Path, *, drafter_dir: str | Path | None = None, step
     try:
         wait(url, process, log, timeout_s)
         found = described(url, target, drafter_dir)
-        yield Server(**found | {"load_s": time.perf_counter() - began, "log": log, "process": process})
+        yield Server(**found, load_s=time.perf_counter() - began, log=log, log_bytes=log.stat().st_size,
+                     process=process)
     finally:
         finish(os.getpid(), process, folder, handle, log)
 

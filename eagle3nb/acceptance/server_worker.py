@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-SHARED = ("sglang_loads_", "sgl_shm_")  # names of 0.5.23 in /dev/shm: 16 KB a server, 25 MB where it is tensor-parallel
+# What 0.5.23 maps in /dev/shm: 16 KB a server, 25 MB where it is tensor-parallel, and a semaphore.
+SHARED = ("sglang_loads_", "sgl_shm_", "sem.mp-")
 
 
 def main() -> None:

@@ -35,7 +35,8 @@ TMPFS = Path("/dev/shm")
 ROOM = 8 << 30  # bytes that must be free on it; a container often has 64 MB there
 LOGS = 10  # that are kept
 LONGEST = 300  # characters of an error that is passed on
-FAILURE = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Killed): \S.*")
+# An error's last line, or a process that was killed; what is told in brackets is a warning about something optional.
+FAILURE = re.compile(r"(?<![\w.(])(?:\w+\.)*\w*(?:Error|Exception|Killed): \S.*|Subprocess \S+ .*crashed.*")
 
 
 class EngineProcess:
@@ -116,9 +117,10 @@ def new_log(name: str) -> Path:
     return log
 
 
-def why(log: Path, found: str = "") -> str:
-    """One line on an engine that failed: the first error in its log, else `found`, and where the rest stands."""
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+def why(log: Path, found: str = "", since: int = 0) -> str:
+    """One line on an engine that failed: the first error in its log behind its first `since` bytes, else `found`, and
+    where the rest stands."""
+    lines = log.read_bytes()[since:].decode(errors="replace").splitlines() if log.is_file() else []
     told = [match[0] for line in lines if (match := FAILURE.search(line))] or [found, *lines[-1:], "no word of why"]
     return f"SGLang ended: {next(filter(None, told))[:LONGEST]}; its log is {shown(log)}"
 

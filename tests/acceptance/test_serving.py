@@ -373,7 +373,9 @@ def test_a_started_server_that_dies_tells_its_own_reason(installed, tiny_target,
         os.kill(made.process.pid, signal.SIGKILL)
         while not made.ended:
             time.sleep(0.01)
-        made.log.write_text("[01:02] loading\nRuntimeError: the scheduler is gone\n")
+        earlier = "OSError: of the start\n".rjust(made.log_bytes)
+        made.log.write_text(earlier + "[01:02] Responses disabled (NoError: no module)\n"
+                            "RuntimeError: the scheduler is gone\nOSError: later\n")
         with pytest.raises(UserError, match="SGLang ended: RuntimeError: the scheduler is gone; its log .*; 0 answers"):
             serving.serve(made, PROMPTS, max_new_tokens=LIMIT, kept_dir=tmp_path)
     assert gone(child.pid)
@@ -414,6 +416,7 @@ def test_shared_memory_that_is_swept_is_sglangs():
     from eagle3nb.acceptance.server_worker import is_shared
 
     assert is_shared("/dev/shm/sglang_loads_ab_0") and is_shared("/dev/shm/sgl_shm_x_12_ab")
+    assert is_shared("/dev/shm/sem.mp-x")
     assert not is_shared("/dev/shm/other") and not is_shared("/dev/shm/eagle3nb/sgl_shm_x") and not is_shared("[heap]")
 
 

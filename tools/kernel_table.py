@@ -1,10 +1,14 @@
 """Compiles the Triton kernels for every GPU without one, and writes what they need: drafter/kernels/blocks.json.
 
-    python tools/kernel_table.py [--kernel NAME]…      about 15 minutes on one core; --kernel renews these alone
+    python tools/kernel_table.py [--kernel NAME]…      about 10 minutes on one core; --kernel renews these alone
 
-Run it again after a kernel or Triton's version has changed. For each architecture, head_dim and dtype it takes the
-candidates of blocks in the order of preference until one spills nothing within the architecture's limit. All that were
-compiled stand in the table. Larger tiles come first: they read less. That order is a guess until someone measures it.
+Run it again after a kernel has changed, and with each Triton that is to be known: 3.8.0 comes with torch 2.14.1, 3.9.0
+is PyPI's. Another version needs no environment of its own: pip install --no-deps --target DIR triton==3.8.0, and
+PYTHONPATH=DIR. In places they allocate differently (fp32 on sm_86: 90,112 bytes in 3.8.0 where 3.9.0 takes 73,728).
+
+For each architecture, head_dim and dtype it takes the candidates of blocks in the order of preference until one spills
+nothing within the architecture's limit. All that were compiled stand in the table. Larger tiles come first: they read
+less. That order is a guess until someone measures it.
 """
 
 import argparse
@@ -85,19 +89,28 @@ def flat(row: Compiled) -> list:
     return [kernel, arch, head_dim, dtype, *blocks, *figures]
 
 
+def order(row: list) -> tuple:
+    return list(KERNELS).index(row[0]), *row[1:3], DTYPES.index(row[3])
+
+
 def write(rows: list[list]) -> None:
-    """A line a row, so that a change of one kernel is read in the diff."""
-    rows = sorted(rows, key=lambda row: (list(KERNELS).index(row[0]), row[1:3], DTYPES.index(row[3])))
+    """This Triton's rows beside the other versions', a line a row, so that a diff shows which kernel has changed."""
+    versions = known() | {triton.__version__: sorted(rows, key=order)}
+    tables = ",\n".join(f'  "{version}": [\n   ' + ",\n   ".join(map(json.dumps, versions[version])) + "\n  ]"
+                        for version in sorted(versions, key=lambda name: [int(part) for part in name.split(".")]))
     with atomic_write(TABLE) as handle:
-        handle.write(f'{{"triton": "{triton.__version__}",\n "columns": {json.dumps(COLUMNS)},\n "rows": [\n  ')
-        handle.write(",\n  ".join(json.dumps(row) for row in rows) + "\n ]}\n")
+        handle.write(f'{{"columns": {json.dumps(COLUMNS)},\n "versions": {{\n{tables}\n }}\n}}\n')
+
+
+def known() -> dict[str, list[list]]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))["versions"] if TABLE.exists() else {}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kernel", action="append", choices=KERNELS, default=[])
     wanted = parser.parse_args().kernel or list(KERNELS)
-    rows = json.loads(TABLE.read_text(encoding="utf-8"))["rows"] if TABLE.exists() else []
+    rows = known().get(triton.__version__, [])
     dims = {kernel: HEAD_DIMS if kernel in attention.KERNELS else (0,) for kernel in wanted}
     total = len(LIMITS) * len(DTYPES) * sum(map(len, dims.values()))
     with progress(total, "compiled", "kernels") as bar:

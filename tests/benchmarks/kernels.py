@@ -170,7 +170,7 @@ def sweep(o, device) -> list[dict]:
     given = (*leaves[:3], leaves[3:3 + o.own], leaves[3 + o.own:], slots, starts)
     chosen = {name: shared_memory.choose(name, arch, limit, o.head_dim, o.dtype).blocks for name in attention.KERNELS}
     direction, rows = torch.randn(len(slots), o.heads * o.head_dim, device=device, dtype=DTYPES[o.dtype]), []
-    for one in shared_memory.table()[1]:
+    for one in shared_memory.table():
         if (one.kernel in chosen and (one.arch, one.head_dim, one.dtype) == (arch, o.head_dim, o.dtype)
                 and one.shared <= limit):
             blocks = chosen | {one.kernel: one.blocks}

@@ -130,6 +130,17 @@ def test_another_documents_keys_are_not_touched():
         assert torch.equal(found, expected)
 
 
+def test_what_is_kept_for_the_backward_pass_grows_with_tokens_alone():
+    def kept(T):
+        sizes = []
+        (q, k0, v0), at, starts = case((T,), T, 1, 2, 0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes), lambda x: x):
+            attention.ttt_attention(q, k0, v0, [], [], at, starts, blocks(32, 32))
+        return sum(sizes)
+
+    assert kept(64) == 2 * kept(32) > 0
+
+
 def test_large_scores():
     """Scores of ± a thousand: the running maximum keeps every power in range."""
     leaves, at, starts = case((29,), 20, 1, 2, 1)
@@ -186,6 +197,27 @@ def test_extreme_logits():
     each, hit, dz = cross_entropy.rows(logits, teacher, torch.zeros(1).long(), torch.tensor([3]), True,
                                        dict.fromkeys(cross_entropy.KERNELS, Blocks(1, 16, 4, 1)))
     assert bool(hit) and float(each) == pytest.approx(300.0) and torch.allclose(dz.double(), expected[2])
+
+
+def test_loss_and_gradients_in_bf16(monkeypatch):
+    """x, heads and teacher in bf16 through the kernel: chunks, rows in any order, the head's gradient in fp32."""
+    generator = torch.Generator().manual_seed(4)
+    n, m, h, D = 11, 6, 12, 45
+    x, head, teacher, teacher_head = ((torch.randn(size, h, generator=generator) * scale).bfloat16().requires_grad_()
+                                      for size, scale in ((n, 1), (D, 0.7), (m, 1), (D, 0.7)))
+    row, label = torch.randint(m, (n,), generator=generator), torch.randint(D, (n,), generator=generator)
+    scale = torch.rand(n, generator=generator)
+    monkeypatch.setattr(loss, "CHUNK", 2)
+    monkeypatch.setattr(shared_memory, "supports", lambda *_: True)
+    monkeypatch.setattr(shared_memory, "on_device", lambda *_: Blocks(1, 16, 4, 1))
+    value, each, _ = loss.soft_cross_entropy(x, head, teacher.detach(), teacher_head.detach(), row, label,
+                                             scale.bfloat16())
+    found = [each, *torch.autograd.grad(value, (x, head))]
+    exact_x, exact_head = x.detach().double().requires_grad_(), head.detach().double().requires_grad_()
+    p = torch.softmax(teacher.double() @ teacher_head.double().T, -1).detach()[row]
+    losses = -(p * torch.log_softmax(exact_x @ exact_head.T, -1)).sum(-1)
+    expected = torch.autograd.grad((losses * scale.bfloat16().double()).sum(), (exact_x, exact_head))
+    close(found, [losses, *expected], torch.bfloat16)
 
 
 # ---------------------------------------------------------------------------------------------------- the step

@@ -1,14 +1,16 @@
 """Which blocks the kernels take on a GPU: read from the committed table of their ahead-of-time compilation. No Triton.
 
-A Triton kernel's shared memory is decided when it is compiled: by architecture, head_dim, dtype and block sizes. The
-sequence's length, the draft vocabulary's size, the group's size and the number of steps do not enter: they are run-time
-numbers (attention.py, cross_entropy.py). So the whole set is compiled once, without a GPU, by tools/kernel_table.py,
-and every figure stands in blocks.json before a machine is rented.
+A Triton kernel's shared memory is decided when it is compiled: by architecture, head_dim, dtype, block sizes and
+Triton's version. The sequence's length, the draft vocabulary's size, the group's size and the number of steps do not
+enter: they are run-time numbers (attention.py, cross_entropy.py). So the whole set is compiled once, without a GPU, by
+tools/kernel_table.py, and every figure stands in blocks.json before a machine is rented.
 """
 
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 from eagle3nb.errors import UserError
@@ -56,20 +58,36 @@ class Compiled:
     spilled: int
 
 
+def version() -> str:
+    """Of the table to go by: the installed Triton's, patch releases alike; the newest where that is not known."""
+    known = tuple(_tables())
+    try:
+        installed = metadata.version("triton").split(".")[:2]
+    except PackageNotFoundError:
+        return known[-1]
+    return next((one for one in known if one.split(".")[:2] == installed), known[-1])
+
+
 @lru_cache
-def table() -> tuple[str, tuple[Compiled, ...]]:
-    """(Triton's version, every kernel compiled); of one kernel, arch, head_dim and dtype the preferred blocks first."""
-    found = json.loads(TABLE.read_text(encoding="utf-8"))
-    rows = (dict(zip(found["columns"], values, strict=True)) for values in found["rows"])
-    return found["triton"], tuple(
-        Compiled(row["kernel"], row["arch"], row["head_dim"], row["dtype"],
-                 Blocks(row["m"], row["n"], row["warps"], row["stages"]), row["shared"], row["registers"],
-                 row["spilled"]) for row in rows)
+def _tables() -> dict[str, tuple[Compiled, ...]]:
+    found, tables = json.loads(TABLE.read_text(encoding="utf-8")), {}
+    for one, values in found["versions"].items():
+        rows = [dict(zip(found["columns"], row, strict=True)) for row in values]
+        tables[one] = tuple(
+            Compiled(row["kernel"], row["arch"], row["head_dim"], row["dtype"],
+                     Blocks(row["m"], row["n"], row["warps"], row["stages"]), row["shared"], row["registers"],
+                     row["spilled"]) for row in rows)
+    return tables
+
+
+def table() -> tuple[Compiled, ...]:
+    """Every kernel as this Triton compiles it; of one kernel, arch, head_dim and dtype the preferred blocks first."""
+    return _tables()[version()]
 
 
 def kernels() -> tuple[str, ...]:
     """Their names, in the table's order."""
-    return tuple(dict.fromkeys(row.kernel for row in table()[1]))
+    return tuple(dict.fromkeys(row.kernel for row in table()))
 
 
 def arch_of(major: int, minor: int) -> int | None:
@@ -77,19 +95,24 @@ def arch_of(major: int, minor: int) -> int | None:
     return max((arch for arch in LIMITS if arch // 10 == major and arch <= 10 * major + minor), default=None)
 
 
+def candidates(kernel: str, arch: int, head_dim: int, dtype: str) -> list[Compiled]:
+    """A kernel's blocks in the table, the preferred ones first."""
+    return [row for row in table() if (row.kernel, row.arch, row.dtype) == (kernel, arch, dtype)
+            and row.head_dim in (0, head_dim)]
+
+
 def choose(kernel: str, arch: int, limit: int, head_dim: int, dtype: str) -> Compiled:
     """The preferred blocks of a kernel that take at most `limit` bytes of shared memory: without spills if any can.
 
     UserError where none fits, or the table has no such kernel.
     """
-    rows = [row for row in table()[1] if (row.kernel, row.arch, row.dtype) == (kernel, arch, dtype)
-            and row.head_dim in (0, head_dim)]
-    if not rows:
+    found = candidates(kernel, arch, head_dim, dtype)
+    if not found:
         raise UserError(f"{kernel} is not compiled for head_dim {head_dim}, {dtype}, sm_{arch}; tools/kernel_table.py "
                         "says for what it is")
-    fitting = [row for row in rows if row.shared <= limit]
+    fitting = [row for row in found if row.shared <= limit]
     if not fitting:
-        least = min(row.shared for row in rows) / 1024
+        least = min(row.shared for row in found) / 1024
         raise UserError(f"{kernel} (head_dim {head_dim}, {dtype}) needs {least:.0f} KB of shared memory and this "
                         f"sm_{arch} gives {limit / 1024:.0f}; take another GPU or another dtype")
     return min(fitting, key=lambda row: row.spilled)  # of equals the first, which is the preferred one
@@ -119,19 +142,32 @@ def supports(device, head_dim: int, dtype) -> bool:
 def rows(head_dim: int, heads: int, kv_heads: int, dtype: str, steps: int) -> list[dict]:
     """The audit's section: {"arch", "gpus", "kernel", "blocks", "shared_kb", "limit_kb", "spilled", "fits"} a row.
 
-    dtype "fp32", "bf16" or "fp16". Empty for a head_dim without kernels: the plain twin does its work. The other
-    numbers decide nothing here, being run-time numbers of the kernels, but a group must be whole. "spilled": bytes a
-    thread that did not fit its registers. UserError for heads that do not divide, a dtype or steps that cannot be.
+    As `version()` of Triton compiles them. dtype "fp32", "bf16" or "fp16". Empty for a head_dim without kernels: the
+    plain twin does its work. The other numbers decide nothing here, being run-time numbers of the kernels, but a group
+    must be whole. "spilled": bytes a thread that did not fit its registers. UserError for heads that do not divide, a
+    dtype or steps that cannot be.
     """
     if dtype not in DTYPES or steps < 1 or kv_heads < 1 or heads % kv_heads:
         raise UserError(f"{heads} heads over {kv_heads} kv_heads in {dtype}, {steps} steps: heads must be a multiple "
                         f"of kv_heads, steps 1 or more, dtype one of {', '.join(DTYPES)}")
-    found = []
+    listed = []
     for arch, limit in LIMITS.items() if head_dim in HEAD_DIMS else ():
         for kernel in kernels():
-            row = choose(kernel, arch, limit * 1024, head_dim, dtype)
-            found.append({
-                "arch": f"sm_{arch}", "gpus": GPUS[arch], "kernel": kernel, "blocks": row.blocks.text,
-                "shared_kb": row.shared / 1024, "limit_kb": limit, "spilled": row.spilled,
-                "fits": row.shared <= limit * 1024})
+            found = candidates(kernel, arch, head_dim, dtype)
+            fits = any(row.shared <= 1024 * limit for row in found)
+            row = choose(kernel, arch, 1024 * limit, head_dim, dtype) if fits else min(found, key=lambda x: x.shared)
+            listed.append({"arch": f"sm_{arch}", "gpus": GPUS[arch], "kernel": kernel, "blocks": row.blocks.text,
+                           "shared_kb": row.shared / 1024, "limit_kb": limit, "spilled": row.spilled, "fits": fits})
+    return listed
+
+
+def by_gpu(listed: list[dict]) -> list[dict]:
+    """`rows` as one row an architecture: {"arch", "gpus", "hungriest", "shared_kb", "limit_kb", "spilled", "fits"}."""
+    found = []
+    for arch in dict.fromkeys(row["arch"] for row in listed):
+        same = [row for row in listed if row["arch"] == arch]
+        most = max(same, key=lambda row: row["shared_kb"])
+        found.append({"arch": arch, "gpus": most["gpus"], "hungriest": most["kernel"], "shared_kb": most["shared_kb"],
+                      "limit_kb": most["limit_kb"], "spilled": max(row["spilled"] for row in same),
+                      "fits": all(row["fits"] for row in same)})
     return found

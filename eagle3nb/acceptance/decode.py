@@ -230,6 +230,7 @@ def decode_by_steps(target, drafter, answers, steps: list[int], max_new_tokens: 
                 decodes.append(decode(target, drafter, answer.prompt, steps=number, max_new_tokens=max_new_tokens))
             bar.advance(1)
             if time.perf_counter() - began > seconds:
+                bar.expect([bar.done])
                 break
     return runs
 

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for every GPU without one, and writes what they need: drafter/kernels/blocks.json.
 
-    python tools/kernel_table.py [--kernel NAME]…      about 10 minutes on one core; --kernel renews these alone
+    python tools/kernel_table.py [--kernel NAME]…      about 5 minutes on one core; --kernel renews these alone
 
 Run it again after a kernel has changed, and with each Triton that is to be known: 3.8.0 comes with torch 2.14.1, 3.9.0
 is PyPI's. Another version needs no environment of its own: pip install --no-deps --target DIR triton==3.8.0, and
@@ -42,14 +42,14 @@ CANDIDATES = {
     "attention_own": (((64, 0, 8, 1), (32, 0, 8, 1)),) * 3,
     "cross_entropy_teacher": (((1, 4096, 8, 1),),) * 3,
     "cross_entropy_rows": (((1, 4096, 8, 1), (1, 2048, 8, 1)),) * 3}
-TYPES = {"lse_ptr": "fp32", "delta_ptr": "fp32", "teacher_lse_ptr": "fp32", "each_ptr": "fp32", "hit_ptr": "i1",
+TYPES = {"lse_ptr": "fp32", "delta_ptr": "fp32", "teacher_lse_ptr": "fp32", "each_ptr": "fp32", "hit_ptr": "u1",
          "row_ptr": "i64", "label_ptr": "i64"} | dict.fromkeys(attention.INDICES, "i32")
 UNALIGNED = {*attention.INDICES, *cross_entropy.INDICES}  # as the kernels declare them
 COLUMNS = ("kernel", "arch", "head_dim", "dtype", "m", "n", "warps", "stages", "shared", "registers", "spilled")
 
 
-def compiled(kernel: str, arch: int, head_dim: int, dtype: str, blocks: Blocks) -> Compiled:
-    """One kernel compiled just as a launch would have it compiled; ptxas tells registers and spills."""
+def source(kernel: str, head_dim: int, dtype: str, blocks: Blocks) -> ASTSource:
+    """What a launch on tensors of that dtype has compiled: types, constants, and which arguments divide by 16."""
     fn = KERNELS[kernel]
     values = {"HEAD_DIM": head_dim, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "WANTS_GRAD": True}
     constants = {name: value for name, value in values.items() if name in fn.arg_names}
@@ -65,9 +65,14 @@ def compiled(kernel: str, arch: int, head_dim: int, dtype: str, blocks: Blocks) 
             signature[name] = "i32"
             if name == "D":  # as 32,000 and 163,840 are; others take the kernel without vectors
                 attributes[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn, signature, constants, attributes)
+
+
+def compiled(kernel: str, arch: int, head_dim: int, dtype: str, blocks: Blocks) -> Compiled:
+    """One kernel compiled for an architecture; ptxas tells registers and spills."""
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
-        built = triton.compile(ASTSource(fn, signature, constants, attributes), target=GPUTarget("cuda", arch, 32),
+        built = triton.compile(source(kernel, head_dim, dtype, blocks), target=GPUTarget("cuda", arch, 32),
                                options=blocks.launch)
     found = [re.search(rf"(\d+) {what}", log.getvalue()) for what in ("registers", "bytes spill stores")]
     registers, spilled = (int(match.group(1)) for match in found)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eagle3nb.drafter.kernels import shared_memory
-from eagle3nb.drafter.kernels.shared_memory import DTYPES, GPUS, HEAD_DIMS, LIMITS, arch_of, choose
+from eagle3nb.drafter.kernels.shared_memory import DTYPES, GPUS, HEAD_DIMS, LIMITS, Blocks, arch_of, choose
 from eagle3nb.errors import UserError
 from eagle3nb.files import project_root
 
@@ -142,17 +142,62 @@ def test_what_makes_a_kernel_and_what_does_not():
         assert all(p.do_not_specialize for p in kernel.params if p.name in free - {"D"})
 
 
+@pytest.fixture
+def kernel_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(project_root() / "tools"))
+    import kernel_table
+
+    return kernel_table
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "own"), [("fp32", 0), ("bf16", 1), ("fp16", 7)])
+def test_a_launch_compiles_what_the_table_holds(kernel_table, monkeypatch, dtype, own):
+    """Triton's own binding of a launch's arguments, up to the compiler: no 1 or multiple of 16 makes another kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from eagle3nb.drafter.kernels import attention, cross_entropy
+
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    backend, launched, blocks = make_backend(GPUTarget("cuda", 90, 32)), {}, Blocks(64, 64, 8, 2)
+
+    def bound(kernel):
+        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+        def run(*arguments, grid, warmup, **options):
+            values, specialised, _ = binder(*arguments, **options)
+            _, signature, constants, attributes = kernel._pack_args(backend, options, values, specialised, None)
+            launched[kernel.__name__] = signature, constants, {key: value for key, value in attributes.items() if value}
+
+        return run
+
+    for kernel in kernel_table.KERNELS.values():
+        monkeypatch.setattr(kernel, "run", bound(kernel))
+    T = N = 32
+    q, *kv = (torch.zeros(shape, dtype=torch_dtype, requires_grad=True)
+              for shape in ((N, 1, 64), *[(T, 1, 64)] * 2, *[(N, 1, 64)] * 2 * own))
+    out = attention.ttt_attention(q, *kv[:2], kv[2:2 + own], kv[2 + own:], torch.arange(N), torch.zeros(T).long(),
+                                  dict.fromkeys(attention.KERNELS, blocks))
+    out.sum().backward()
+    cross_entropy.rows(torch.zeros(16, 160, dtype=torch_dtype), torch.zeros(16, 160, dtype=torch_dtype),
+                       torch.zeros(17).long()[1:], torch.zeros(17).long()[1:], True,
+                       dict.fromkeys(cross_entropy.KERNELS, blocks))
+    assert set(launched) == set(kernel_table.KERNELS) - (set() if own else {"attention_own"})
+    for name, (signature, constants, attributes) in launched.items():
+        known = kernel_table.source(name, 64, dtype, blocks)
+        assert (signature, constants, attributes) == (known.signature, known.constants, known.attrs), name
+
+
 @needs_triton
 @pytest.mark.parametrize(("kernel", "arch", "head_dim", "dtype"), [
     ("attention_forward", 90, 64, "bf16"), ("attention_dkdv", 120, 64, "bf16"), ("attention_own", 80, 128, "fp32"),
     ("cross_entropy_rows", 100, 0, "fp32")])
-def test_a_sample_compiled_again(kernel, arch, head_dim, dtype, tmp_path, monkeypatch):
+def test_a_sample_compiled_again(kernel, arch, head_dim, dtype, tmp_path, monkeypatch, kernel_table):
     import triton
 
-    monkeypatch.syspath_prepend(str(project_root() / "tools"))
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    import kernel_table
-
     assert shared_memory.version() == triton.__version__, "another Triton: run tools/kernel_table.py"
     row = choose(kernel, arch, 1024 * LIMITS[arch], head_dim, dtype)
     assert kernel_table.compiled(kernel, arch, row.head_dim, dtype, row.blocks) == row

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-# What 0.5.23 maps in /dev/shm: 16 KB a server, 25 MB where it is tensor-parallel, and a semaphore.
-SHARED = ("sglang_loads_", "sgl_shm_", "sem.mp-")
+# What 0.5.23 maps in /dev/shm: 16 KB a server, 25 MB where it is tensor-parallel. A semaphore of 32 bytes stays behind.
+SHARED = ("sglang_loads_", "sgl_shm_")
 
 
 def main() -> None:

@@ -51,7 +51,8 @@ sglang-cpu: .venv-sglang/.ready
 	@test -n "$(PYTHON)" || { echo "eagle3nb needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 2; }
 	PYTHON=$(PYTHON) tools/sglang_cpu.sh .venv-sglang
 
-test-sglang: sglang-cpu
+# The demo's drafter is what its server drafts with.
+test-sglang: sglang-cpu demo
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/standins .venv-sglang/bin/python -m pytest tests/sglang
 
 # Extraction against bare forward passes of the model, and the store's writer against the disk, in one run (about 3

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from eagle3nb.acceptance import offline
 from eagle3nb.drafter import export
 from eagle3nb.drafter.model import DraftModel
@@ -46,16 +44,16 @@ def counts_of(drafter_dir: str, target_dir: Path, target, taken, steps: int):
 
 
 def load_target(target_dir: str | Path, engine: str, **options):
-    """The target in float32, by `engine`; `options` (tensor_parallel, engine_args) are for SGLang.
+    """The target in float32, by `engine`; SGLang's on a GPU in the checkpoint's own dtype, in which it will serve.
 
-    Both give greedy answers and states, which is all that the walk takes. Only Transformers' runs step by step with a
-    cache: a real decode in PyTorch, and margins of near ties, are there where `.engine` is "transformers". UserError
-    for another engine, and where SGLang does not start.
+    `options` (tensor_parallel, engine_args) are for SGLang. Both give greedy answers and states, which is all that the
+    walk takes. Only Transformers' runs step by step with a cache: a real decode in PyTorch, and margins of near ties,
+    are there where `.engine` is "transformers". UserError for another engine, and where SGLang does not start.
     """
     if engine == "sglang":
         from eagle3nb.states.sglang import SGLangTarget
 
-        return SGLangTarget(target_dir, torch.float32, **options)
+        return SGLangTarget(target_dir, **options)
     if engine != "transformers":
         raise UserError(f"engine {engine!r} is unknown; choose transformers or sglang")
     return TransformersTarget(target_dir)

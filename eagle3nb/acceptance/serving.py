@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from eagle3nb.acceptance.decode import NEAR_TIE, decode
-from eagle3nb.acceptance.server import REACH, Server, fetch
+from eagle3nb.acceptance.server import REACH, Server, attach, fetch, start
 from eagle3nb.drafter.metrics import acceptance_length
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown
@@ -96,6 +96,21 @@ def serve(server: Server, prompts, *, max_new_tokens: int, kept_dir: str | Path,
             ask_missing(server, prompts, keys, missing, sampling, concurrency, timeout_s, kept, file)
     return Served(tuple(prompts), tuple(kept[key] for key in keys), server.steps, server.dtype, concurrency,
                   len(missing))
+
+
+def measure(target_dir: Path, drafter_dir: Path, steps: int, prompts, *, url: str = "", options: dict | None = None,
+            **asking) -> dict[str, Served]:
+    """{"without drafts", "with drafts"}: the same prompts, asked of a server of each kind, started here in turn.
+
+    Of a server that runs at `url` with this export, the second alone. options: more of server.start's; asking: serve's.
+    """
+    if url:
+        return {"with drafts": serve(attach(url, target_dir, drafter_dir=drafter_dir, steps=steps), prompts, **asking)}
+    found = {}
+    for name, drafts in (("without drafts", {}), ("with drafts", {"drafter_dir": drafter_dir, "steps": steps})):
+        with start(target_dir, **drafts, **(options or {})) as running:
+            found[name] = serve(running, prompts, **asking)
+    return found
 
 
 def ask_missing(server: Server, prompts, keys, missing: list[int], sampling: dict, concurrency: int, timeout_s: float,

@@ -45,7 +45,7 @@ def test_engines(world, monkeypatch):
     target = load_target(world.folder, "transformers")
     assert (target.dtype, target.engine) == (torch.float32, "transformers")
     monkeypatch.setattr("eagle3nb.states.sglang.SGLangTarget", lambda *given, **options: (given, options))
-    assert load_target(world.folder, "sglang", tensor_parallel=2) == ((world.folder, torch.float32),
+    assert load_target(world.folder, "sglang", tensor_parallel=2) == ((world.folder,),
                                                                       {"tensor_parallel": 2})
     with pytest.raises(UserError, match="engine 'vllm' is unknown; choose transformers or sglang"):
         load_target(world.folder, "vllm")

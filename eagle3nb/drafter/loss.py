@@ -54,6 +54,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 dx[a:b] = (dz @ head).mul_(weight)
             if wants_head:
                 add_product(d_head, dz.T, x[a:b] * weight)
+            del dz                                                                              # before the next logits
         ctx.save_for_backward(dx, d_head)
         ctx.mark_non_differentiable(each, right)
         return (each * scale).sum(), each, right
@@ -67,7 +68,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def row_part(x: Tensor):
     """(what lies between a chunk's products, teacher positions of a chunk): the Triton kernel where x is on a GPU.
 
-    The kernel works in place where the plain rows hold three tensors [n, D], so its chunks may be twice as large.
+    The kernel works in place where the plain rows hold three tensors [n, D], so its chunks are twice as large: fewer
+    passes over the head's gradient, in no more memory (from two steps on; the memory plan counts three).
     """
     if shared_memory.supports(x.device, 0, x.dtype):
         from eagle3nb.drafter.kernels import cross_entropy

@@ -76,7 +76,7 @@ def training_memory(config: DraftConfig, shape: Shape, *, device: str = "cuda") 
         part("embedding", "device", BYTES["bf16"] * frozen, f"2 V h, frozen, as stored; V {config.vocab:,}", PEAKS),
         part("regression", "host", fit, how, ("start",)),
         part("activations", "device", held, text_of(config, shape), ("step",)),
-        part("loss", "device", scratch, f"up to 16 n D + 4 D h, or attention's scores; n {CHUNK * shape.ttt_steps:,}",
+        part("loss", "device", scratch, f"12 n D + 4 D h, or attention's scores; n {CHUNK * shape.ttt_steps:,}",
              ("step",)),
         part("allocator", "device", held // 8, "an eighth of the activations lies between them", ("step",)),
         part("allocator", "host", fit // 16, "a sixteenth of the regression", ("start",)),
@@ -128,11 +128,10 @@ def text_of(c: DraftConfig, shape: Shape) -> str:
 def loss(c: DraftConfig, shape: Shape) -> tuple[int, int]:
     """(bytes of the loss's or the attention's passing tensors, whichever is more; bytes of the largest piece)."""
     (T, N), K, D = tokens(shape), shape.ttt_steps, c.draft_vocab
-    first, second = min(CHUNK, N), min(max(N - CHUNK, 0), CHUNK)
-    chunk = 4 * K * first * D                                 # each of p, logits, log q; and log q of the chunk before
+    chunk = 4 * K * min(CHUNK, N) * D                         # each of p, logits, log q
     scores = 4 * c.heads * min(BLOCK, N) * min(T, shape.longest or T)
     head = 0 if shape.freeze_head else 4 * D * c.hidden
-    return max(4 * K * max(3 * first, first + 3 * second) * D + head, 5 * scores), max(chunk, scores)
+    return max(3 * chunk + head, 5 * scores), max(chunk, scores)
 
 
 def regression(c: DraftConfig, shape: Shape) -> tuple[int, str]:

@@ -38,6 +38,10 @@ def scenarios(folder: Path, *names: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
 
 
+def nothing(*_) -> None:
+    """What a run is made to do beside training, if not told otherwise."""
+
+
 class Trainings:
     """.run(name, size, **settings): trains to the end in `size` processes; .codes, .said: of the last one."""
 
@@ -47,9 +51,10 @@ class Trainings:
         self.folder, self.make_store, self.codes, self.said = folder, make_store, [], ""
         self.store = make_store(rows=40, seed=2)
 
-    def run(self, name: str, size: int = 1, *, after=lambda run: None, before=lambda run: None, prepare=lambda: None,
-            store=None, **changes) -> list[dict]:
-        """Metrics. before(run) and after(run) are called in each process around each of its steps, prepare() first."""
+    def run(self, name: str, size: int = 1, *, after=nothing, before=nothing, prepare=nothing, store=None,
+            **changes) -> list[dict]:
+        """Metrics. before(run, rows of each pack) and after(run) are called in each process around each of its steps,
+        prepare() first."""
         drafter = self.folder / name
         if not (drafter / "vocabulary.json").is_file():
             write_json(drafter / "vocabulary.json", {"ids": list(range(97))})
@@ -90,9 +95,9 @@ def stand_in(store, before, after) -> None:
 
     stepped = training.Run.train_step
 
-    def step(run, *args):
-        before(run)
-        stepped(run, *args)
+    def step(run, numbers, *args):
+        before(run, numbers)
+        stepped(run, numbers, *args)
         after(run)
 
     training.opened_states, training.facts_of = opened, lambda folder: FACTS

@@ -33,8 +33,9 @@ def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
                     state: dict) -> None:
     """Write `folder`/step-<step>; `state` is JSON (identity, best, seconds, …). Older ones but the last go."""
+    for left in folder.glob("partial-*"):                     # of a process that was killed while it wrote
+        shutil.rmtree(left)
     partial = folder / f"partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
     with atomic_write(partial / "tensors.safetensors", "wb") as handle:
         handle.write(save({name: x.cpu().contiguous() for name, x in tensors_of(model, optimizer).items()}))
     write_json(partial / "state.json", {"step": step, "xxh3": xxh3_file(partial / "tensors.safetensors"), **state})
@@ -72,7 +73,11 @@ def latest(folder: Path, identity: str) -> tuple[dict, dict] | None:
 
 
 def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict) -> None:
-    """Parameters, moments and RNG state, in place."""
+    """Parameters, moments and RNG state, in place. UserError for tensors of another drafter."""
+    for name, parameter in model.named_parameters():
+        if (theirs := tuple(tensors.get(f"model.{name}", torch.empty(0)).shape)) != tuple(parameter.shape):
+            raise UserError(f"the checkpoint's {name} is {theirs}, the drafter's {tuple(parameter.shape)}: another "
+                            "vocabulary or target; choose another run or work_dir, or delete the checkpoints")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])

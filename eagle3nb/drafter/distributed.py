@@ -9,7 +9,6 @@ DistributedDataParallel would cost a copy of them all. What lies on a GPU goes t
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -17,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eagle3nb.errors import UserError
-
-PATIENCE = timedelta(hours=1)  # for who comes late: the leader may fit the start, or write a large checkpoint
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def joined():
         if local >= torch.cuda.device_count():
             raise UserError(f"{local + 1} processes on {torch.cuda.device_count()} GPUs; set processes to 0, one a GPU")
         torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if world.device == "cuda" else "gloo", timeout=PATIENCE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if world.device == "cuda" else "gloo")
     try:
         first = local == 0 and int(os.environ.get("EAGLE3NB_NODE_RANK", "0")) == 0
         leaders = torch.tensor([rank, 1]) * first

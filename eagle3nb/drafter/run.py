@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from eagle3nb.drafter.checks import keep_batch, target_of
 from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.distributed import World
 from eagle3nb.drafter.metrics import TeacherPrefix
@@ -39,7 +40,8 @@ class Run:
 
     def state(self) -> dict:
         return {"identity": self.identity, "tokens": self.tokens, "seconds": self.elapsed(), "best": self.best,
-                "total": self.total, "shortened": self.shortened, "waited": self.waits()}
+                "total": self.total, "shortened": self.shortened, "waited": self.waits(), "skipped": self.skipped,
+                "target": target_of(self.store.fingerprint)}
 
     def waits(self) -> float:
         """Seconds of `elapsed` in which the run waited for states."""
@@ -51,7 +53,9 @@ class Run:
     def begin(self, tokens: int, rows: int) -> None:
         """A fresh run: what an earlier, different one left is removed, since its curve is not this one's."""
         if self.world.leads:
+            self.sweep()
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+            shutil.rmtree(self.folder / "skipped", ignore_errors=True)
             for name in ("metrics.jsonl", "model.safetensors", "config.json"):
                 (self.folder / name).unlink(missing_ok=True)
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -62,14 +66,21 @@ class Run:
     def resume(self, state: dict) -> None:
         """Go on at a checkpoint: records of later steps, which will be made again, are dropped."""
         self.step, self.tokens = state["step"], state["tokens"]
-        self.seconds, self.best = state["seconds"], state["best"]
+        self.seconds, self.best, self.skipped = state["seconds"], state["best"], state.get("skipped", 0)
         self.total, self.shortened, self.waited = state["total"], state["shortened"], state.get("waited", 0.0)
         if self.world.leads:
+            self.sweep()
             path = self.folder / "metrics.jsonl"
             kept = [line for line in read_metrics(path) if line["step"] <= self.step and line["kind"] != "end"]
             with atomic_write(path) as handle:
                 handle.writelines(json.dumps(line) + "\n" for line in kept)
             print(f"resumed at step {self.step}", flush=True)
+
+    def sweep(self) -> None:
+        """What a process that was killed had not written to the end: gigabytes, of a large drafter."""
+        for name in ("model.safetensors", "config.json", "metrics.jsonl"):
+            for left in self.folder.glob(f"{name}.*.partial"):
+                left.unlink()
 
     def write(self, kind: str, **values) -> dict:
         line = {"kind": kind, "step": self.step, "tokens": self.tokens, **values, "seconds": round(self.elapsed(), 3)}
@@ -125,9 +136,12 @@ class Run:
         if finite := math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
         self.skipped = 0 if finite else self.skipped + 1
-        if self.skipped > MAX_SKIPPED:
-            raise UserError(f"{self.skipped} steps in a row had a gradient that is not finite; lower learning_rate, "
-                            "and check the states (extraction's probe)")
+        if not finite and world.leads:
+            first = keep_batch(self.folder / "skipped", self.step + 1, self.store, numbers, loss=finite_or_none(loss),
+                               grad_norm=finite_or_none(norm), learning_rate=rate)
+            if self.skipped > MAX_SKIPPED:
+                raise UserError(f"{self.skipped} steps in a row had a gradient that is not finite ({first} has the "
+                                "first such batch); lower learning_rate, and check the states (extraction's probe)")
         seconds = time.monotonic() - clock
         self.step, self.tokens = self.step + 1, self.tokens + tokens
         self.pace.append((self.tokens, self.elapsed()))

@@ -9,6 +9,9 @@ from eagle3nb.errors import UserError
 from eagle3nb.files import resolve
 
 CHOICES = ("fitted", "target", "head", "random")  # where training starts: initialise.py
+INTERRUPTED = "interrupted; the next start goes on from its checkpoint"  # the last line of a run that was
+ONE_READER = ("states that stream are read by one training process; set processes to 1, or keep_bytes to 0 in stage 3, "
+              "which then stores them all")
 VERIFIED = ("all", "each", "first", "never")  # when a store's checksums are read
 
 
@@ -47,17 +50,7 @@ class Settings:
     @classmethod
     def from_json(cls, values: dict) -> "Settings":
         """Strict: UserError for an unknown or missing key, a wrong type, or a value that cannot be."""
-        known = {field.name: field.type for field in fields(cls)}
-        if unknown := sorted(set(values) - set(known)):
-            raise UserError(f"training settings have unknown keys {unknown}; known are {', '.join(known)}")
-        try:
-            settings = cls(**values)
-        except TypeError as error:
-            raise UserError(f"training settings are incomplete: {error}") from None
-        for name, kind in known.items():
-            value, accepted = getattr(settings, name), (int, float) if kind is float else kind
-            if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
-                raise UserError(f"training setting {name} is {value!r}; it must be {kind.__name__}")
+        settings = strict(cls, values, "training settings")
         settings.check()
         return settings
 
@@ -88,9 +81,61 @@ class Settings:
                   f"initialise must be one of {', '.join(CHOICES)}, or the folder of an EAGLE-3 checkpoint, which "
                   f"{self.initialise!r} is not"),
                  (self.verify_states in VERIFIED, f"verify_states must be one of {', '.join(VERIFIED)}")]
-        for right, message in wrong:
-            if not right:
-                raise UserError(f"{message}; see the parameters of notebook 4")
+        refuse(wrong)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Where a run computes. Nothing here decides its result: a run may go on with other processes than it began with.
+
+    On several machines the same command runs on each with its own node_rank; all reach `rendezvous`.
+    """
+
+    processes: int = 0               # on this machine; 0: one a GPU, one on a CPU
+    nodes: int = 1                   # machines
+    node_rank: int = 0               # this machine's number; 0 leads: it writes drafter, metrics and checkpoints
+    rendezvous: str = ""             # host:port of one machine, the same on all; needed where nodes > 1
+    max_restarts: int = 0            # times that all processes start again from a checkpoint after one has failed
+
+    @classmethod
+    def of(cls, parameters: dict) -> "Machines":
+        """From a notebook's parameters, those that are of machines."""
+        names = {field.name for field in fields(cls)}
+        machines = strict(cls, {name: value for name, value in parameters.items() if name in names}, "machines")
+        machines.check()
+        return machines
+
+    def check(self) -> None:
+        host, _, port = self.rendezvous.rpartition(":")
+        wrong = [(self.processes >= 0, "processes must be 0 or more"), (self.nodes >= 1, "nodes must be 1 or more"),
+                 (self.max_restarts >= 0, "max_restarts must be 0 or more"),
+                 (0 <= self.node_rank < self.nodes, f"node_rank is {self.node_rank}; it must lie in 0 … nodes − 1"),
+                 (self.nodes == 1 or host and port.isdigit(),
+                  f"rendezvous is {self.rendezvous!r}; on {self.nodes} nodes it must be host:port of one of them")]
+        refuse(wrong)
+
+
+def strict(cls, values: dict, what: str):
+    """The dataclass of these values; UserError for an unknown or missing key and for a wrong type."""
+    known = {field.name: field.type for field in fields(cls)}
+    if unknown := sorted(set(values) - set(known)):
+        raise UserError(f"{what} have unknown keys {unknown}; known are {', '.join(known)}")
+    try:
+        made = cls(**values)
+    except TypeError as error:
+        raise UserError(f"{what} are incomplete: {error}") from None
+    for name, kind in known.items():
+        value, accepted = getattr(made, name), (int, float) if kind is float else kind
+        if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+            raise UserError(f"training setting {name} is {value!r}; it must be {kind.__name__}")
+    return made
+
+
+def refuse(checks: list[tuple[bool, str]]) -> None:
+    """checks: (it is right, what to say if it is not)."""
+    for right, message in checks:
+        if not right:
+            raise UserError(f"{message}; see the parameters of notebook 4")
 
 
 def warmup_steps(settings: Settings, planned: int) -> int:

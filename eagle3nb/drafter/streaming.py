@@ -11,9 +11,6 @@ from eagle3nb.states.store import Store
 from eagle3nb.states.stream import streams
 from eagle3nb.states.streamed import Stream
 
-ONE_READER = ("states that stream are read by one training process; set processes to 1, or keep_bytes to 0 in stage 3, "
-              "which then stores them all")
-
 
 @contextmanager
 def opened_states(settings: Settings):

@@ -28,14 +28,15 @@ import torch
 
 from eagle3nb.drafter import finetune
 from eagle3nb.drafter.checkpoint import latest, restore, save_checkpoint, tensors_of
+from eagle3nb.drafter.checks import check_slots, check_target, read_vocabulary
 from eagle3nb.drafter.distributed import World, alone, joined
 from eagle3nb.drafter.fitting import SCALED
 from eagle3nb.drafter.initialise import initialise, target_weights
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.drafter.packing import Plan, split
 from eagle3nb.drafter.run import Run
-from eagle3nb.drafter.settings import Settings, learning_rate, run_identity, warmup_steps
-from eagle3nb.drafter.streaming import ONE_READER, announce, opened_states
+from eagle3nb.drafter.settings import INTERRUPTED, ONE_READER, Settings, learning_rate, run_identity, warmup_steps
+from eagle3nb.drafter.streaming import announce, opened_states
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json
 from eagle3nb.parent import die_with_parent
@@ -62,7 +63,7 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False, world: 
     of the work this process does (distributed.joined); None: all of it.
     """
     world, folder = world or alone(), Path(settings.drafter)
-    ids = world.told(read_json(folder / "vocabulary.json")["ids"] if world.leads else None)
+    ids = world.told(read_vocabulary(folder / "vocabulary.json", facts.vocab) if world.leads else None)
     begun = finetune.start(settings, facts, store.embedding(), ids) if settings.finetunes else None
     identity = run_identity(settings, ids, store.fingerprint, begun.content if begun else "")
     rows, held_out = split(store, settings.validation_share, settings.held_out_from)
@@ -76,18 +77,25 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False, world: 
     model, head = DraftModel(config, store.embedding(), torch.tensor(ids)), store.lm_head_rows(ids).float()
     found = latest(folder / "checkpoints", identity) if world.leads else None
     state = world.told(found and found[0])
+    if world.leads:
+        if not state:
+            check_target(folder, store.fingerprint)
+        check_slots(store, rows, model.t2d.numpy())
     if isinstance(store, Stream):
         if world.size > 1:
             raise UserError(ONE_READER)
         announce(store, settings, plan, rows, held_out, state["step"] if state else 0, stop)
+    scale = world.told(column_scale(model, store, rows, SCALED) if world.leads else None)
     if begun:
         finetune.load(model, begun)
     elif not state and world.leads:
         initialise(model, settings.initialise, head=head, weights=weights(), seed=settings.seed,
                    steps=settings.ttt_steps, rows=(store.row(int(i)) for i in rows))
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise UserError(f"initialise: {settings.initialise} gives weights that are not finite, as some states are; "
+                            "run the extraction's probe, then extract again")
     model.to(world.device).lm_head.weight.requires_grad_(not settings.freeze_head)
     optimizer = make_optimizer(model, settings)
-    scale = world.told(column_scale(model, store, rows, SCALED) if world.leads else None)
     run = Run(settings, model, store, head.to(world.device), held_out, world, identity, scale)
     run.total = len(plan.steps)
 
@@ -135,10 +143,14 @@ def column_scale(model: DraftModel, store, rows, tokens: int) -> torch.Tensor:
     Training divides the captured layers by it and multiplies fc with it. The columns differ a hundredfold (SmolLM2: 3
     in the shallow layer, 416 at most in the deep one), and AdamW moves every weight by about the learning rate:
     unscaled, a few steps on the large columns undo whatever fc held. With fc_norm the layers come normed: ones.
+    UserError for states that are no numbers.
     """
     total, n = torch.zeros(3 * model.config.hidden), 0
     for i in rows:
-        aux = store.row(int(i)).aux[1:].float()
+        row = store.row(int(i))
+        aux = row.aux[1:].float()
+        if not (aux.isfinite().all() and row.last.isfinite().all()):
+            raise UserError(f"the states of row {i} are not finite; run the extraction's probe, then extract again")
         total, n = total + aux.pow(2).sum(0), n + len(aux)
         if n >= tokens:
             break
@@ -175,7 +187,7 @@ def main(path: str) -> int:
         sys.stderr.write(f"error: {error}{where}\n")
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; the next start goes on from its checkpoint\n")
+        sys.stderr.write(INTERRUPTED + "\n")
         return 130 if world.size == 1 else 0
     return 0
 

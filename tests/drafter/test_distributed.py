@@ -67,7 +67,7 @@ def another_number_of_processes(trainings: Trainings) -> None:
 
 def a_failure_ends_them_all(trainings: Trainings) -> None:
     """One line with the process's number, no exit code 0, and what was saved before is gone on with."""
-    def spoils(run):
+    def spoils(run, numbers):
         if run.step == 5 and run.world.rank == 1:
             raise UserError("this store is damaged")
 

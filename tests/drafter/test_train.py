@@ -1,6 +1,7 @@
 """Training on the synthetic chain: it learns, it resumes exactly, it refuses what it cannot use."""
 
 import json
+import shutil
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ def run(tmp_path, tiny_facts, synthetic_store):
         best = train(settings, store, tiny_facts(), lambda: norm, stop=lambda: next(calls) == stop_after)
         return SimpleNamespace(best=best, folder=folder, metrics=read_metrics(folder / "metrics.jsonl"))
 
-    start.store = store
+    start.store, start.folder = store, tmp_path
     return start
 
 
@@ -118,23 +119,112 @@ def test_a_finished_run_is_not_run_again_and_another_one_starts_anew(run):
     assert of(other.metrics, "train")[0]["step"] == 1
 
 
-def test_rows_without_a_counted_slot(run, synthetic_store):
-    store = synthetic_store(rows=6, seed=4)
-    for row in store.rows:                       # one supervised token each: no chain can stand anywhere
+def only_one_supervised(rows):
+    """No chain can stand anywhere."""
+    for row in rows:
         row.mask[:] = 0
         row.mask[3] = 1
         row.last, row.last_positions = row.last[:0], row.last_positions[:0]
         row.teacher_argmax = row.teacher_argmax[:0]
-    done = run("empty", store=store, epochs=1)
-    assert all(line["loss"] == 0 and line["loss_k"] == [0, 0, 0] for line in of(done.metrics, "train"))
 
 
-def test_gradients_that_are_not_finite_end_the_run(run, synthetic_store):
+def test_rows_without_a_counted_slot(run, synthetic_store):
+    """Some are trained on with no loss; where no row has one, nothing is begun."""
+    store = synthetic_store(rows=6, seed=4)
+    only_one_supervised(store.rows[:-1])
+    done = run("some", store=store, epochs=1, pack_tokens=1, accumulate=1, validation_share=0.0)
+    lines = of(done.metrics, "train")
+    assert len(lines) == 6 and lines[-1]["loss"] > 0
+    assert all(line["loss"] == 0 and line["loss_k"] == [0, 0, 0] for line in lines[:-1])
+    only_one_supervised(store.rows)
+    with pytest.raises(UserError, match="none of 5 training rows has two supervised tokens in a row"):
+        run("empty", store=store)
+    assert not (done.folder.parent / "empty" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("ids", "message"), [
+    ([0, 5, 97], "token 97 lies outside the target's vocabulary of 97, so it is of another target"),
+    ([-1, 5], "token -1 lies outside"), ([0, 5, 5, 9], "5 follows 5"), ([], "no list of token ids"),
+    (["a"], "no list of token ids"), ([1.0, 2.0], "no list of token ids"),
+])
+def test_a_vocabulary_that_is_none(run, ids, message):
+    before = run("kept", epochs=1)
+    with pytest.raises(UserError, match=message):
+        run("kept", vocabulary=ids, epochs=1)
+    assert read_metrics(before.folder / "metrics.jsonl") == before.metrics
+
+
+def test_a_vocabulary_of_another_corpus(run, synthetic_store):
+    """Ids that the target never prefers: no slot bears loss."""
+    store = synthetic_store(rows=20, seed=4)
+    preferred = set(np.concatenate([row.teacher_argmax for row in store.rows]).tolist())
+    with pytest.raises(UserError, match="vocabulary.json is of another corpus or target"):
+        run("foreign", store=store, vocabulary=sorted(set(range(97)) - preferred))
+
+
+def test_checkpoints_of_another_target_are_not_deleted(run, synthetic_store):
+    """Other parameters begin anew in the same folder; another target does not."""
+    theirs, ours = synthetic_store(rows=40, seed=2), synthetic_store(rows=40, seed=3)
+    theirs.fingerprint = {"target weights": "a", "layers": [2, 4, 5], "corpus": "x"}
+    ours.fingerprint = theirs.fingerprint | {"target weights": "b"}
+    done = run("shared", store=theirs, epochs=1)
+    files = {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"holds checkpoints of another target \(other target weights\)"):
+        run("shared", store=ours, epochs=1)
+    assert files == {path: path.read_bytes() for path in done.folder.rglob("*") if path.is_file()}
+    theirs.fingerprint = theirs.fingerprint | {"corpus": "y"}
+    assert run("shared", store=theirs, epochs=2).metrics[-1]["step"] > done.metrics[-1]["step"]
+
+
+def test_a_checkpoint_of_another_drafter(run):
+    """Its record names this run, its tensors do not fit: one line, and both stay."""
+    with pytest.raises(KeyboardInterrupt):
+        run("swapped", stop_after=4, checkpoint_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        run("other", stop_after=4, checkpoint_every=2, vocabulary=range(50))
+    ours, theirs = (run.folder / name / "checkpoints" / "step-000004" for name in ("swapped", "other"))
+    state = json.loads((theirs / "state.json").read_text()) | {
+        "identity": json.loads((ours / "state.json").read_text())["identity"]}
+    write_json(theirs / "state.json", state)
+    shutil.copytree(theirs, ours, dirs_exist_ok=True)
+    with pytest.raises(UserError, match=r"checkpoint's lm_head.weight is \(50, 32\), the drafter's \(97, 32\)"):
+        run("swapped", checkpoint_every=2)
+    assert (ours / "tensors.safetensors").is_file()
+
+
+def test_gradients_that_are_not_finite_end_the_run(run, synthetic_store, monkeypatch):
+    """One bad row is skipped an epoch, and kept as a batch; where every one is bad, the run ends, its drafter stays.
+
+    Not looked at before training: the states past the first so many tokens.
+    """
+    monkeypatch.setattr("eagle3nb.drafter.train.SCALED", 50)
     store = synthetic_store(rows=40, seed=2)
-    for row in store.rows:
-        row.aux = torch.full_like(row.aux, float("nan"))
-    with pytest.raises(UserError, match="not finite"):
-        run("nan", store=store, epochs=6)
+    bad = int(split(store, 0.15)[0][7])
+    store.rows[bad].last = torch.full_like(store.rows[bad].last, float("nan"))
+    with pytest.raises(UserError, match="initialise: fitted gives weights that are not finite"):
+        run("fitted", store=store)
+    done = run("one", store=store, epochs=3, initialise="head")
+    skipped = [line["step"] for line in of(done.metrics, "train") if line["skipped"]]
+    assert len(skipped) == 3 and len(of(done.metrics, "train")) > 15
+    files = sorted((done.folder / "skipped").iterdir())
+    assert [path.name for path in files] == [f"step-{step:06d}.json" for step in skipped]
+    kept = json.loads(files[0].read_text())
+    rows = {row["row"]: row["ids"] for pack in kept["packs"] for row in pack}
+    assert rows[bad] == store.rows[bad].ids.tolist() and kept["loss"] is None
+    for i in split(store, 0.15)[0][6:]:
+        store.rows[i].last = torch.full_like(store.rows[i].last, float("nan"))
+    with pytest.raises(UserError, match=r"^11 steps in a row .*\(.*/skipped/step-00000.*.json has the first"):
+        run("nan", store=store, epochs=9, pack_tokens=500, accumulate=1, initialise="head")
+    assert len(list((run.folder / "nan" / "skipped").iterdir())) == 3
+    assert (run.folder / "nan" / "model.safetensors").is_file()
+
+
+def test_states_that_are_no_numbers_are_named_before_training(run, synthetic_store):
+    store = synthetic_store(rows=40, seed=2)
+    bad = int(split(store, 0.15)[0][7])
+    store.rows[bad].aux[3, 5] = float("inf")
+    with pytest.raises(UserError, match=f"the states of row {bad} are not finite"):
+        run("infinite", store=store)
 
 
 def test_split_never_parts_duplicates(synthetic_store):

@@ -185,7 +185,7 @@ def draft_config(e: dict, facts: TargetFacts) -> DraftConfig:
     The target's positions where they are more and RoPE is the same up to there: published drafters often say 2,048.
     """
     rope, positions = flags.rope_config(e)
-    rope.pop("type", None)
+    rope = {key: value for key, value in rope.items() if key not in ("type", "attn_factor")}   # not Transformers'
     more = max(positions, facts.max_positions)
     if flags.rope_trained(rope, more) == flags.rope_trained(rope, positions):
         positions = more

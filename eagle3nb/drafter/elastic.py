@@ -43,6 +43,8 @@ def main(arguments: list[str]) -> int:
     """0, or 1 after a line that says which process ended how."""
     die_with_parent()
     os.environ["EAGLE3NB_PARENT"] = str(os.getpid())          # of the training processes
+    # Else all starts share one store, and a second one finds the addresses of the first's processes (torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -143,7 +143,7 @@ def note(lines: list[dict]) -> str:
     parts += [f"acceptance {evaluated['acceptance']:.3f}"] if evaluated else []
     waited = [line["waited_s"] for line in lines if line["kind"] == "train" and "waited_s" in line]
     share = sum(waited) / max(lines[-1]["seconds"], 1e-3)
-    return ", ".join([*parts, *([f"{share:.0%} waiting for states"] if waited else [])])
+    return ", ".join([*parts, *([f"{share:.0%} waiting for states"] if share > 0.005 else [])])
 
 
 def stop(process: subprocess.Popen, patience: float = 60.0) -> None:

@@ -30,9 +30,16 @@ class Pack:
     rows: list[Tensor]         # K × int64 [N_k]: which teacher position (row of `last`) the slot is trained towards
 
     def to(self, device: str) -> "Pack":
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Pack(**{name: [x.to(device) for x in value] if isinstance(value, list) else value.to(device)
-                       for name, value in moved.items()})
+        """There; from pinned memory the copies run beside what comes next."""
+        return self.each(lambda x: x.to(device, non_blocking=True))
+
+    def pinned(self) -> "Pack":
+        return self.each(Tensor.pin_memory)
+
+    def each(self, change) -> "Pack":
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Pack(**{name: [change(x) for x in value] if isinstance(value, list) else change(value)
+                       for name, value in values.items()})
 
     @property
     def bearing(self) -> list[Tensor]:

@@ -1,23 +1,32 @@
 """The training process seen from a notebook: a real store on disk, a real subprocess, and what is left of it."""
 
 import os
-import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle3nb.drafter.curves import read_metrics
+from eagle3nb.drafter.elastic import ended
+from eagle3nb.drafter.initialise import target_weights
 from eagle3nb.drafter.launch import launch
 from eagle3nb.drafter.model import DraftModel
-from eagle3nb.drafter.settings import Settings
+from eagle3nb.drafter.settings import Machines, Settings
+from eagle3nb.drafter.train import train
 from eagle3nb.errors import UserError
+from eagle3nb.files import write_json
 from eagle3nb.states.store import Store, open_writer
+from eagle3nb.states.target import facts_of
 
 
 @pytest.fixture(scope="module")
@@ -74,23 +83,101 @@ def test_its_own_error_is_the_notebooks_error(folders):
         launch(settings_for(folders, "bad", validation_share=0.9999), range(97))
 
 
+def kernel(root, name, **changes) -> subprocess.Popen:
+    """A notebook's kernel that launches: settings and machines from `changes`; its last line says how it ended."""
+    machines = {key: changes.pop(key) for key in list(changes) if key in Machines.__dataclass_fields__}
+    settings = asdict(settings_for(root, name, **changes))
+    code = textwrap.dedent(f"""
+        from eagle3nb.drafter.launch import launch
+        from eagle3nb.drafter.settings import Machines, Settings
+        from eagle3nb.errors import UserError
+        try:
+            lines = launch(Settings(**{settings!r}), range(97), machines=Machines(**{machines!r}))
+            print("lines", len(lines))
+        except UserError as error:
+            print("error", error)
+    """)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
+
+
+def until(condition, seconds=120.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.1)
+
+
 def test_it_ends_with_the_process_that_started_it(folders):
     """A notebook's kernel that is killed: its training is gone soon after, and what it left can be resumed."""
-    kernel = textwrap.dedent(f"""
-        from eagle3nb.drafter.launch import launch
-        from eagle3nb.drafter.settings import Settings
-        launch(Settings(states={str(folders / "states")!r}, drafter={str(folders / "orphan")!r},
-                        target={str(folders / "target")!r}, epochs=300, pack_tokens=96), range(97))
-    """)
-    parent = subprocess.Popen([sys.executable, "-c", kernel], stdout=subprocess.DEVNULL, env=os.environ)
+    parent = kernel(folders, "orphan", epochs=300)
     try:
-        deadline = time.monotonic() + 60
-        while not (folders / "orphan" / "metrics.jsonl").is_file() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        until((folders / "orphan" / "metrics.jsonl").is_file)
         children = psutil.Process(parent.pid).children()
         assert len(children) == 1
     finally:
-        parent.send_signal(signal.SIGKILL)
+        parent.kill()
         parent.wait()
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert not alive and (folders / "orphan" / "settings.json").is_file()
+
+
+def test_torchrun_starts_again_and_ends_with_the_kernel(folders):
+    """Two processes: one is killed, and both start again from a checkpoint; then the kernel is killed, and all end."""
+    metrics, log = folders / "several" / "metrics.jsonl", folders / "several" / "train.log"
+
+    def reached():
+        return max((line["step"] for line in read_metrics(metrics)), default=0)
+
+    parent = kernel(folders, "several", processes=2, max_restarts=1, epochs=3000, accumulate=3, checkpoint_every=2,
+                    evaluate_every=20)                        # which does not end by itself
+    try:
+        until(lambda: reached() > 4)
+        (agent,) = psutil.Process(parent.pid).children()
+        first = agent.children()
+        assert len(first) == 2
+        first[1].kill()
+        until(lambda: "resumed at step" in log.read_text())
+        second, at = agent.children(), reached()
+        until(lambda: reached() > at)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert not psutil.wait_procs([agent, *first, *second], timeout=60)[1]
+
+
+def test_two_machines_are_one_training(folders):
+    """One process each, the second with a disk of its own, on which it needs nothing and leaves nothing."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = [settings_for(folders, name, accumulate=3) for name in ("alone", "here", "elsewhere")]
+    with ThreadPoolExecutor(2) as machines:
+        both = [machines.submit(launch, settings[1 + rank], range(97), machines=Machines(
+            nodes=2, node_rank=rank, rendezvous=where)) for rank in range(2)]
+    assert both[1].result() == [] and both[0].result()[-1]["kind"] == "end" and both[0].result()[0]["processes"] == 2
+    assert {path.name for path in (folders / "elsewhere").iterdir()} == {
+        "settings.json", "train-1.log", "vocabulary.json"}
+    write_json(folders / "alone" / "vocabulary.json", {"ids": list(range(97))})
+    train(settings[0], Store.open(folders / "states"), facts_of(folders / "target"),
+          lambda: target_weights(folders / "target"))
+    losses = [[line["loss"] for line in of if line["kind"] == "train"]
+              for of in (both[0].result(), read_metrics(folders / "alone" / "metrics.jsonl"))]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("machines", "message"), [
+    ({"processes": -1}, "0 or more"), ({"nodes": 2}, "host:port"), ({"nodes": 2, "rendezvous": "box"}, "host:port"),
+    ({"node_rank": 1}, "0 … nodes − 1"), ({"processes": "2"}, "must be int"),
+])
+def test_machines_are_strict(machines, message):
+    assert Machines.of({"processes": 2, "epochs": 3}) == Machines(processes=2)
+    with pytest.raises(UserError, match=message):
+        Machines.of(machines)
+
+
+def test_who_is_to_blame():
+    """A process that is killed takes others with it; what torchrun itself kills comes last."""
+    assert ended({0: 1, 1: -9, 2: -15}) == ("error: training process 1 was killed by SIGKILL, usually for lack of "
+                                            "memory: lower pack_tokens; run again to resume")
+    assert ended({2: 1, 1: 3}) == "process 1 ended with exit code 3"
+    assert ended({0: 1, 3: -11}).startswith("error: training process 3 was killed by SIGSEGV; run")

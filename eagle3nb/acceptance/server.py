@@ -193,7 +193,7 @@ def wait(url: str, process, log: Path, timeout_s: float) -> None:
         while not over(process) and time.monotonic() < until:
             try:
                 fetch(url + "/health", timeout=30)
-                bar.advance(1)
+                bar.advance(1, "it answers")
                 return
             except REACH:
                 bar.advance(0, last_line(log))

@@ -39,6 +39,18 @@ def memory_findings(checks: list[dict], planned: bool = False) -> list[Finding]:
         f"{check['available'] / 1e9:,.1f} GB are there", remedies[check["what"]]) for check in checks if check["short"]]
 
 
+def kernel_findings(by_gpu: list[dict]) -> list[Finding]:
+    """`by_gpu`: {arch, gpus, hungriest, shared_kb, limit_kb, fits} of the training's kernels, an architecture a row.
+
+    Amber where some architecture is too small for them, red where every one is.
+    """
+    small = [row for row in by_gpu if not row["fits"]]
+    return [Finding("kernel_shared_memory", "red" if len(small) == len(by_gpu) else "amber", "", len(small),
+                    "; ".join(f"{row['hungriest']} needs {row['shared_kb']:.0f} KB of shared memory, {row['arch']} "
+                              f"({row['gpus']}) gives {row['limit_kb']:.0f}" for row in small),
+                    "rent another GPU, or train in another dtype")] if small else []
+
+
 def draft_findings(compared: list[dict], whose: str) -> list[Finding]:
     """`compared`: {key, draft, target, verdict, why} of a drafter's config and the target's; "differs" is a finding.
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import tiny
 import torch
+from forked import flat
 
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.drafter import train as training
@@ -126,7 +127,7 @@ def assert_alike(lines, others, tolerance):
         assert [line["step"] for line in ours] == [line["step"] for line in theirs]
         for one, other in zip(ours, theirs, strict=True):
             for key in set(one) - {"kind", *TIMES}:
-                np.testing.assert_allclose(np.array(one[key], float), np.array(other[key], float), rtol=tolerance,
+                np.testing.assert_allclose(flat(one[key]), flat(other[key]), rtol=tolerance,
                                            err_msg=f"{kind} {one['step']} {key}")
 
 

@@ -87,3 +87,15 @@ def last_row(lines: list[dict]) -> str:
     accuracies = " / ".join(f"{value:.3f}" for value in line["accuracy"])
     return (f"step {line['step']}, {line['tokens']:,} tokens, held-out loss {mean_loss([line])[0]:.3f}, accuracy "
             f"{accuracies}, acceptance {line['acceptance']:.3f}; best {best['acceptance']:.3f} at step {best['step']}")
+
+
+def by_source(lines: list[dict]) -> list[dict]:
+    """A row a source for a table or plot, the largest first: the chosen evaluation's figures and the first one's
+    acceptance; empty where evaluations know no sources (training's settings name no corpus)."""
+    held_out = [line for line in of_kind(lines, "validation") if line.get("sources")]
+    if not held_out:
+        return []
+    first, best = held_out[0]["sources"], max(held_out, key=lambda line: line["acceptance"])["sources"]
+    return [{"source": name, "slots": best[name]["counted"], "loss": best[name]["loss"],
+             "acceptance at the start": first[name]["acceptance"], "acceptance": best[name]["acceptance"]}
+            for name in sorted(best, key=lambda name: -best[name]["counted"])]

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from eagle3nb.drafter.ahead import Ahead
 from eagle3nb.drafter.checks import keep_batch, target_of
 from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.distributed import World
 from eagle3nb.drafter.metrics import TeacherPrefix
-from eagle3nb.drafter.packing import Pack, Plan, make_pack, pack_rows
+from eagle3nb.drafter.packing import Pack, Plan, make_pack
+from eagle3nb.drafter.sources import TABLES, by_source, source_packs, split_sums
 from eagle3nb.drafter.ttt import StepCounts, loss_scales, loss_totals, pack_loss
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, shown
@@ -27,25 +29,28 @@ MAX_SKIPPED = 10  # steps in a row with a gradient that is not finite, before tr
 class Run:
     """The state of a run between steps, and its records, which the leader alone writes."""
 
-    def __init__(self, settings, model, store, head, held_out, world: World, identity, scale):
+    def __init__(self, settings, model, store, head, held_out, plan: Plan, world: World, identity, scale):
         self.settings, self.model, self.store, self.head, self.world = settings, model, store, head, world
         self.identity, self.folder, self.scale = identity, Path(settings.drafter), scale.to(world.device)
         self.t2d, self.K = model.t2d.cpu().numpy(), settings.ttt_steps
-        self.validation = pack_rows(held_out, store.lengths, settings.pack_tokens)
+        self.sources, self.validation, self.source_of = source_packs(settings, store, held_out)
         self.step, self.tokens, self.seconds, self.skipped, self.best = 0, 0, 0.0, 0, None
-        self.total, self.shortened, self.pace = 0, False, []              # pace: (tokens, seconds) so far, at each step
+        self.total, self.shortened = len(plan.steps), False
+        self.stale, self.early = 0, False                                 # evaluations since the best; patience is out
+        self.pace = []                                                    # (tokens, seconds) so far, at each step
         self.started = time.monotonic()
         self.waited, self.waiting = 0.0, isinstance(store, Stream)        # waited: seconds, before this start
         self.waited_already = store.waited if self.waiting else 0.0       # before the run's clock
+        self.ahead = Ahead(lambda step: self.read(self.mine(plan.steps[step])), len(plan.steps), not self.waiting)
 
     def state(self) -> dict:
         return {"identity": self.identity, "tokens": self.tokens, "seconds": self.elapsed(), "best": self.best,
                 "total": self.total, "shortened": self.shortened, "waited": self.waits(), "skipped": self.skipped,
-                "target": target_of(self.store.fingerprint)}
+                "stale": self.stale, "early": self.early, "target": target_of(self.store.fingerprint)}
 
     def waits(self) -> float:
         """Seconds of `elapsed` in which the run waited for states."""
-        return self.waited + (self.store.waited - self.waited_already if self.waiting else 0.0)
+        return self.waited + (self.store.waited - self.waited_already if self.waiting else self.ahead.waited)
 
     def elapsed(self) -> float:
         return self.seconds + time.monotonic() - self.started
@@ -68,6 +73,7 @@ class Run:
         self.step, self.tokens = state["step"], state["tokens"]
         self.seconds, self.best, self.skipped = state["seconds"], state["best"], state.get("skipped", 0)
         self.total, self.shortened, self.waited = state["total"], state["shortened"], state.get("waited", 0.0)
+        self.stale, self.early = state.get("stale", 0), state.get("early", False)
         if self.world.leads:
             self.sweep()
             path = self.folder / "metrics.jsonl"
@@ -94,7 +100,7 @@ class Run:
 
         The one place where a result depends on the machine's speed; the cut is in metrics.jsonl and in checkpoints.
         """
-        ends = np.cumsum([sum(int(self.store.lengths[rows].sum()) for rows in packs) for packs in plan.steps])
+        ends = np.cumsum([sum(self.costs(packs)) for packs in plan.steps])
         left = 60 * self.settings.minutes - self.elapsed()
         tokens, seconds = np.subtract(self.pace[-1], self.pace[0])
         reached = self.tokens + OVERHEAD * left * tokens / seconds
@@ -104,21 +110,29 @@ class Run:
             self.total = total
             self.write("shortened", steps=total, total_tokens=int(ends[total - 1]))
 
-    def packs(self, numbers) -> list[Pack]:
-        """On the device, the captured layers' columns at unit scale; numbers: the row numbers of each pack."""
-        device = self.world.device
-        made = [make_pack([self.store.row(int(i)) for i in rows], self.t2d, self.K).to(device) for rows in numbers]
-        return [replace(pack, aux=pack.aux / self.scale) for pack in made]
+    def read(self, numbers) -> list[Pack]:
+        """In memory, pinned where a GPU will copy it; numbers: the row numbers of each pack."""
+        packs = [make_pack([self.store.row(int(i)) for i in rows], self.t2d, self.K) for rows in numbers]
+        return [pack.pinned() for pack in packs] if self.world.device == "cuda" else packs
+
+    def placed(self, packs: list[Pack]) -> list[Pack]:
+        """On the device, the captured layers' columns at unit scale."""
+        moved = [pack.to(self.world.device) for pack in packs]
+        return [replace(pack, aux=pack.aux / self.scale) for pack in moved]
+
+    def costs(self, numbers) -> list[int]:
+        """Tokens of each pack."""
+        return [int(self.store.lengths[rows].sum()) for rows in numbers]
 
     def mine(self, numbers) -> list[np.ndarray]:
-        """This process's share of packs."""
-        return [numbers[i] for i in self.world.mine([int(self.store.lengths[rows].sum()) for rows in numbers])]
+        """This process's share of an optimiser step's packs."""
+        return [numbers[i] for i in self.world.mine(self.costs(numbers))]
 
     def train_step(self, numbers, epoch: int, optimizer, rate: float) -> None:
         """One optimiser step over its packs, whoever computes them; a gradient that is not finite is skipped."""
         clock, waited, world, settings = time.monotonic(), self.waits(), self.world, self.settings
-        packs = self.packs(self.mine(numbers))
-        streamed = {"waited_s": round(self.waits() - waited, 3)} if self.waiting else {}
+        packs = self.placed(self.ahead.take(self.step))
+        waited = round(self.waits() - waited, 3)
         optimizer.zero_grad(set_to_none=True)
         totals = world.sum(loss_totals(packs, self.K, settings.loss_average))
         sums, counts = np.zeros(2), np.zeros((4, self.K))                           # loss and tokens; StepCounts
@@ -148,30 +162,37 @@ class Run:
         self.write("train", epoch=epoch, loss=finite_or_none(loss), loss_k=rounded(counts.mean_loss),
                    accuracy=rounded(counts.accuracy), counted=counts.counted.tolist(), bearing=counts.bearing.tolist(),
                    learning_rate=rate, grad_norm=finite_or_none(norm), skipped=not finite,
-                   tokens_per_s=round(tokens / seconds, 1), **streamed)
+                   tokens_per_s=round(tokens / seconds, 1), waited_s=waited)
 
     @torch.no_grad()
     def evaluate(self, epoch: int) -> None:
-        """Held-out loss, accuracies and acceptance; the best so far is saved as the drafter."""
-        counts, prefix = np.zeros((4, self.K)), TeacherPrefix(self.K)
-        for numbers in self.mine(self.validation):
-            (pack,) = self.packs([numbers])
+        """Held-out loss, accuracies and acceptance, by source too; the best so far is saved as the drafter."""
+        sums = np.zeros((len(self.sources), TABLES, self.K))
+        for i in self.world.mine(self.costs(self.validation)):
+            (pack,) = self.placed(self.read([self.validation[i]]))
             (scales,) = loss_scales([pack], 1.0, "slot")
             _, one, hits = pack_loss(self.model, pack, self.head, scales)
-            counts = counts + astuple(one)
+            prefix = TeacherPrefix(self.K)
             prefix.add(*chain_tables(pack, hits))
-        whole = self.world.sum([*counts, prefix.at_risk, prefix.hits])
-        counts, (prefix.at_risk, prefix.hits) = as_counts(whole[:4]), whole[4:].astype(np.int64)
+            sums[self.source_of[i]] += [*astuple(one), prefix.at_risk, prefix.hits]
+        sums = self.world.sum(sums)
+        counts, prefix = split_sums(sums.sum(0))
         line = {}
         if self.validation:
             decay = self.settings.ttt_decay ** np.arange(self.K)
+            found = by_source(self.sources, sums, decay)
             line = self.write("validation", epoch=epoch, loss=finite_or_none(float((decay * counts.mean_loss).sum())),
                               loss_k=rounded(counts.mean_loss), accuracy=rounded(counts.accuracy),
                               conditional=rounded(prefix.conditional), acceptance=round(prefix.length, 4),
-                              counted=counts.counted.tolist(), bearing=counts.bearing.tolist())
+                              counted=counts.counted.tolist(), bearing=counts.bearing.tolist(),
+                              **({"sources": found} if found else {}))
         if self.best is None or not line or line["acceptance"] > self.best["acceptance"]:
-            self.best = line or {"step": self.step, "acceptance": None}
+            self.best, self.stale = line or {"step": self.step, "acceptance": None}, 0
             self.save()
+        else:
+            self.stale += 1
+        if line and self.settings.patience and self.stale >= self.settings.patience and self.step < self.total:
+            self.total, self.early = self.step, True
 
     def save(self) -> None:
         """The drafter as others use it: fc for the captured layers as they come."""
@@ -189,8 +210,9 @@ class Run:
     def finish(self) -> None:
         if self.world.leads and not (self.folder / "model.safetensors").is_file():
             raise UserError(f"{shown(self.folder)} lost its model.safetensors; delete its checkpoints and train again")
-        waited = {"waited_s": round(self.waits(), 3), "waiting_share": round(self.waits() / self.elapsed(), 4)}
-        self.write("end", best=self.best, **(waited if self.waiting else {}))
+        early = {"early": True, "total_tokens": self.tokens} if self.early else {}
+        self.write("end", best=self.best, **early, waited_s=round(self.waits(), 3),
+                   waiting_share=round(self.waits() / self.elapsed(), 4))
 
 
 def as_counts(sums: np.ndarray) -> StepCounts:

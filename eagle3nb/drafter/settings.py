@@ -22,7 +22,7 @@ class Settings:
     states: str                      # the store
     drafter: str                     # where the drafter, metrics and checkpoints go; holds vocabulary.json
     target: str                      # the target's model directory: sizes, final norm, last layer
-    corpus: str = ""                 # the merged corpus, from which states that stream are made (states/stream.py)
+    corpus: str = ""                 # the merged corpus: sources of rows, and states that stream (states/stream.py)
     seed: int = 1
     ttt_steps: int = 3
     ttt_decay: float = 0.8
@@ -36,6 +36,7 @@ class Settings:
     accumulate: int = 1              # packs an optimiser step
     validation_share: float = 0.05
     held_out_from: int = 0           # first row of the corpus's own validation part, its end; 0: the share decides
+    patience: int = 0                # evaluations without a better acceptance that end the run; 0: it goes on
     evaluate_every: int = 0          # optimiser steps; 0: at the end of every epoch
     checkpoint_every: int = 0        # optimiser steps; 0: at every evaluation
     initialise: str = "fitted"       # or the folder of a checkpoint to go on from: finetune.py
@@ -76,6 +77,7 @@ class Settings:
                  (0 <= self.validation_share < 1, "validation_share must lie in 0 … 1"),
                  (0 <= self.warmup_share < 1, "warmup_share must lie in 0 … 1"),
                  (self.clip > 0, "clip must be positive"), (self.minutes >= 0, "minutes must not be negative"),
+                 (self.patience >= 0, "patience must be 0 or more"),
                  (self.loss_average in ("slot", "document"), "loss_average must be slot or document"),
                  (not self.finetunes or (resolve(self.initialise) / "config.json").is_file(),
                   f"initialise must be one of {', '.join(CHOICES)}, or the folder of an EAGLE-3 checkpoint, which "

@@ -7,11 +7,13 @@ The notebook starts it through launch.py and follows metrics.jsonl:
     {"kind": "start", "step": 0, "steps": …, "tokens": total, …}
     {"kind": "shortened", "step", "steps", "total_tokens"}      where `minutes` cut the schedule
     {"kind": "train", "step", "epoch", "tokens", "loss", "loss_k": [K], "accuracy": [K], "learning_rate", …}
-    {"kind": "validation", "step", …, "loss", "loss_k", "accuracy", "conditional": [K], "acceptance", "seconds"}
-    {"kind": "end", "step", …, "best": {the chosen evaluation}}
+    {"kind": "validation", "step", …, "loss", "loss_k", "accuracy", "conditional": [K], "acceptance",
+                                               "sources": {name: {"loss", "acceptance", "counted"}}}
+    {"kind": "end", "step", …, "best": {the chosen evaluation}, "early": true where patience ended the run}
 
-Where states stream (states/stream.py), "start" has "waited_s", the seconds before the run's clock in which the kept
-states were made, a "train" line those of its step, and "end" those of the whole run and "waiting_share", their share.
+"waited_s" of a "train" line: seconds in which its step waited for states; of "end": the whole run's, "waiting_share"
+their share. Where states stream (states/stream.py), "start" has those in which the kept ones were made, before the
+run's clock.
 
 `acceptance` is the joint prefix against the teacher's argmax (metrics.TeacherPrefix): 1 + the drafted tokens that would
 be accepted, and what the best drafter is chosen by.
@@ -96,8 +98,7 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False, world: 
                             "run the extraction's probe, then extract again")
     model.to(world.device).lm_head.weight.requires_grad_(not settings.freeze_head)
     optimizer = make_optimizer(model, settings)
-    run = Run(settings, model, store, head.to(world.device), held_out, world, identity, scale)
-    run.total = len(plan.steps)
+    run = Run(settings, model, store, head.to(world.device), held_out, plan, world, identity, scale)
 
     torch.manual_seed(settings.seed)
     if not state:
@@ -115,24 +116,25 @@ def train(settings: Settings, store, facts, weights, stop=lambda: False, world: 
             save_checkpoint(folder / "checkpoints", run.step, model, optimizer, run.state())
 
     evaluate_at = evaluation_steps(plan, settings.evaluate_every)
-    while run.step < run.total:
-        step = run.step
-        if settings.minutes and step >= warmup and len(run.pace) >= PACED and not run.shortened:
-            run.shorten(plan)
-        rate = learning_rate(settings, step, run.total, warmup)
-        try:
-            run.train_step(plan.steps[step], plan.epoch_of[step], optimizer, rate)
-        except (Starved, Interrupted):          # while it waited for the step's states: nothing of it has happened
-            save()
-            raise
-        evaluates = run.step in evaluate_at or run.step == run.total
-        if evaluates:
-            run.evaluate(plan.epoch_of[step])
-        stopping, every = world.any(stop()), settings.checkpoint_every
-        if stopping or run.step == run.total or (run.step % every == 0 if every else evaluates):
-            save()
-        if stopping:
-            raise KeyboardInterrupt
+    with run.ahead:
+        while run.step < run.total:
+            step = run.step
+            if settings.minutes and step >= warmup and len(run.pace) >= PACED and not run.shortened:
+                run.shorten(plan)
+            rate = learning_rate(settings, step, run.total, warmup)
+            try:
+                run.train_step(plan.steps[step], plan.epoch_of[step], optimizer, rate)
+            except (Starved, Interrupted):          # while it waited for the step's states: nothing of it has happened
+                save()
+                raise
+            evaluates = run.step in evaluate_at or run.step == run.total
+            if evaluates:
+                run.evaluate(plan.epoch_of[step])
+            stopping, every = world.any(stop()), settings.checkpoint_every
+            if stopping or run.step == run.total or (run.step % every == 0 if every else evaluates):
+                save()
+            if stopping:
+                raise KeyboardInterrupt
     run.finish()
     return run.best
 

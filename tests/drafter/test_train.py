@@ -6,17 +6,20 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from eagle3nb.drafter.curves import read_metrics
+from eagle3nb.drafter.metrics import TeacherPrefix
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.packing import Plan, make_pack, pack_rows, split
+from eagle3nb.drafter.run import chain_tables
 from eagle3nb.drafter.settings import Settings, learning_rate, warmup_steps
 from eagle3nb.drafter.train import train
-from eagle3nb.drafter.ttt import chain
+from eagle3nb.drafter.ttt import chain, loss_scales, pack_loss
 from eagle3nb.errors import UserError
-from eagle3nb.files import write_json
+from eagle3nb.files import write_json, xxh3_file
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def test_resumes_to_the_same_curve(run, stop_after):
         ours, theirs = of(resumed.metrics, kind), of(whole.metrics, kind)
         assert [line["step"] for line in ours] == [line["step"] for line in theirs]
         for one, other in zip(ours, theirs, strict=True):
-            for key in set(one) - {"kind", "seconds", "tokens_per_s"}:
+            for key in set(one) - {"kind", "seconds", "tokens_per_s", "waited_s"}:
                 np.testing.assert_allclose(one[key], other[key], rtol=1e-6, err_msg=f"{kind} {one['step']} {key}")
     a, b = (DraftModel.load(r.folder, run.store.embedding()).state_dict() for r in (whole, resumed))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -225,6 +228,62 @@ def test_states_that_are_no_numbers_are_named_before_training(run, synthetic_sto
     store.rows[bad].aux[3, 5] = float("inf")
     with pytest.raises(UserError, match=f"the states of row {bad} are not finite"):
         run("infinite", store=store)
+
+
+def test_patience_ends_the_run_and_a_resumed_one_alike(run):
+    """A learning rate that ruins the start: the first evaluation stays the best, so two more end it."""
+    settings = {"epochs": 20, "learning_rate": 30.0, "warmup_share": 0.0, "initialise": "head", "evaluate_every": 3,
+                "checkpoint_every": 1}
+    whole = run("whole", patience=2, **settings)
+    curve, end = of(whole.metrics, "validation"), whole.metrics[-1]
+    best = max(range(len(curve)), key=lambda i: curve[i]["acceptance"])
+    assert len(curve) == best + 3 and end["step"] == curve[-1]["step"] < whole.metrics[0]["steps"]
+    assert end["early"] and end["total_tokens"] == end["tokens"] and end["best"] == curve[best] == whole.best
+    with pytest.raises(KeyboardInterrupt):
+        run("halved", patience=2, stop_after=end["step"] - 2, **settings)
+    resumed = run("halved", patience=2, **settings)
+    assert resumed.metrics[-1]["step"] == end["step"] and resumed.metrics[-1]["early"]
+    again = run("halved", patience=2, **settings)               # which had ended: nothing is trained on
+    assert len(again.metrics) == len(resumed.metrics)
+    assert "early" not in run("patient", epochs=2, patience=50, learning_rate=1e-3).metrics[-1]
+
+
+def test_evaluations_tell_sources_apart(run, tmp_path, synthetic_store):
+    """Rows of two datasets; what each one's figures are, by a run on that one alone."""
+    store = synthetic_store(rows=40, seed=2)
+    held = split(store, 0.3)[1]
+    of_row = np.array(["A2_chat" if i % 2 else "B1_tools" for i in range(40)])
+    index = pd.DataFrame({"source": pd.Categorical(of_row), "tokens": store.lengths, "supervised": 1, "offset": 0,
+                          "bytes": 1})
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    index.to_parquet(folder / "index.parquet")
+    (folder / "merged.jsonl").write_bytes(b"x")
+    write_json(folder / "merge.json", {"bytes": 1, "index_xxh3": xxh3_file(folder / "index.parquet"), "vocab_size": 97,
+                                       "corpus_hash": "synthetic"})
+    settings = {"store": store, "epochs": 1, "validation_share": 0.3}
+    plain, told = run("plain", **settings), run("told", corpus=str(folder), **settings)
+    for ours, theirs in zip(of(told.metrics, "validation"), of(plain.metrics, "validation"), strict=True):
+        sources = ours.pop("sources")
+        assert set(sources) == {"A2_chat", "B1_tools"} and "sources" not in theirs
+        for key in set(ours) - {"kind", "seconds"}:
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-5, err_msg=key)
+        assert sum(source["counted"] for source in sources.values()) == ours["counted"][0]
+    model = DraftModel.load(told.folder, store.embedding())
+    for name, found in told.best["sources"].items():           # the chosen drafter, over that source's rows alone
+        prefix, counts = TeacherPrefix(3), None
+        for i in held[of_row[held] == name]:
+            pack = make_pack([store.row(int(i))], np.ones(97, bool), 3)
+            (scales,) = loss_scales([pack], 1.0, "slot")
+            with torch.no_grad():
+                _, one, hits = pack_loss(model, pack, store.lm_head_rows(range(97)), scales)
+            counts = one if counts is None else counts + one
+            prefix.add(*chain_tables(pack, hits))
+        loss = float((0.8 ** np.arange(3) * counts.mean_loss).sum())
+        assert found == {"loss": pytest.approx(loss, rel=1e-4), "acceptance": pytest.approx(prefix.length, abs=1e-4),
+                         "counted": counts.counted[0]}
+    write_json(folder / "merge.json", json.loads((folder / "merge.json").read_text()) | {"corpus_hash": "another"})
+    assert "sources" not in run("other", corpus=str(folder), **settings).metrics[1]
 
 
 def test_split_never_parts_duplicates(synthetic_store):

@@ -19,7 +19,7 @@ from eagle3nb.drafter.attention import BLOCK
 from eagle3nb.drafter.export import engine_config, expected_shapes
 from eagle3nb.drafter.fitting import SLOTS
 from eagle3nb.drafter.initialise import random_weights
-from eagle3nb.drafter.loss import CHUNK
+from eagle3nb.drafter.loss import CHUNK, PART
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.drafter.packing import Pack, make_pack
 from eagle3nb.drafter.train import make_optimizer
@@ -76,7 +76,7 @@ def training_memory(config: DraftConfig, shape: Shape, *, device: str = "cuda") 
         part("embedding", "device", BYTES["bf16"] * frozen, f"2 V h, frozen, as stored; V {config.vocab:,}", PEAKS),
         part("regression", "host", fit, how, ("start",)),
         part("activations", "device", held, text_of(config, shape), ("step",)),
-        part("loss", "device", scratch, f"12 n D + 4 D h, or attention's scores; n {CHUNK * shape.ttt_steps:,}",
+        part("loss", "device", scratch, f"4 n D + 4 D h, or attention's scores; n {CHUNK * (shape.ttt_steps + 1):,}",
              ("step",)),
         part("allocator", "device", held // 8, "an eighth of the activations lies between them", ("step",)),
         part("allocator", "host", fit // 16, "a sixteenth of the regression", ("start",)),
@@ -128,10 +128,11 @@ def text_of(c: DraftConfig, shape: Shape) -> str:
 def loss(c: DraftConfig, shape: Shape) -> tuple[int, int]:
     """(bytes of the loss's or the attention's passing tensors, whichever is more; bytes of the largest piece)."""
     (T, N), K, D = tokens(shape), shape.ttt_steps, c.draft_vocab
-    chunk = 4 * K * min(CHUNK, N) * D                         # each of p, logits, log q
+    chunk = 4 * K * min(CHUNK, N) * D                         # logits, in whose place q − p comes
+    passing = min(8 * max(PART, D), 2 * chunk)                # of a few rows: the teacher's, and their product
     scores = 4 * c.heads * min(BLOCK, N) * min(T, shape.longest or T)
     head = 0 if shape.freeze_head else 4 * D * c.hidden
-    return max(3 * chunk + head, 5 * scores), max(chunk, scores)
+    return max(chunk + chunk // K + passing + head, 5 * scores), max(chunk, scores)
 
 
 def regression(c: DraftConfig, shape: Shape) -> tuple[int, str]:

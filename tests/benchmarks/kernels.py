@@ -145,7 +145,7 @@ def cross_entropy_rows(o, device, limits, blocks) -> list[dict]:
 
     flops, size = 6 * n * h * D + 2 * m * h * D, 2 * (x.nbytes + head.nbytes) + teacher.nbytes + teacher_head.nbytes
     kept, rows, expected = loss.row_part, [], None
-    for name, part in (("plain", (loss.plain_rows, loss.CHUNK)), ("kernel", (kernel_rows, 2 * loss.CHUNK))):
+    for name, part in (("plain", (loss.plain_rows, loss.CHUNK)), ("kernel", (kernel_rows, loss.CHUNK))):
         each, grads = step(part)
         found = [each.double(), *(grad.double() for grad in grads)]
         expected = expected or found

@@ -6,15 +6,17 @@
 
 Every row is the demo's training with one choice changed: draft vocabulary, steps of the training-time test, where
 training starts, EAGLE-3.1's two norms, what the loss is averaged over. `--row` makes one row alone, `--list` names
-them. About 3 minutes a run on 2 quiet cores, so 2 h 30 min for all 18 rows by 3 seeds (an estimate: the demo trains at
-1,560 tokens/s). `--minutes` bounds the time: what is under way then is stopped at a checkpoint, and the next call goes
-on there. Finished runs stand in the JSON (outputs/ablation.json) and are made again only if their settings, the states
-or the prompts change. `--quick`: six rows, one seed, one epoch, two prompts a source: does it run?
+them, `--work outputs/smollm2/work` takes another run's states. About 3 minutes a run on 2 quiet cores, so 3 hours for
+all 18 rows by 3 seeds (an estimate: the demo trains at 1,560 tokens/s). `--minutes` bounds the time: what is under way
+then is stopped at a checkpoint, and the next call goes on there. Finished runs stand in the JSON
+(outputs/ablation.json) and are made again only if their settings, the states or the prompts change. `--quick`: six
+rows, one seed, one epoch, two prompts a source: does it run?
 
 Printed, a row: acceptance length of the walk over the target's greedy answers to the held-out prompts, with 3 drafted
 tokens whatever the row trained with, states computed in float32; its difference from the first row's on the same
 prompts; minutes a run. The 95 % intervals are over prompts and seeds together, and a difference whose interval holds 0
-is called noise. On the demo's 65,000 generated tokens most are.
+is called noise. On the demo's 65,000 generated tokens most are. `best at`: the step whose drafter was kept; 0 says that
+training did not improve on its start.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +59,7 @@ ROWS = {  # name → the parameters of stage 4 in which it differs from the demo
 QUICK = (BASE, "vocabulary-1024", "steps-1", "start-random", "eagle-3.1", "loss-document")
 STEPS, BEYOND = 3, 8  # drafted tokens of every walk; answers as the evaluation takes them, so that its cache serves
 ANSWER = 64           # tokens of an answer, as in the demo
+MEANS = ("coverage", "validation", "wall_s", "best_step", "steps")  # of a row's runs, in its table
 
 
 # ------------------------------------------------------------------------------------------ what stands, what is made
@@ -117,10 +121,11 @@ class Trainings:
                            drafter=drafter, target=self.target, corpus=self.corpus.folder), ids
 
     def expected(self, row: str, seed: int) -> str:
-        """Hash of all that decides a run's figures but the code."""
+        """Hash of all that decides a run's figures but the code. A setting at its default is left out, so that runs
+        stand when the code gains one."""
         settings, ids = self.settings(row, seed)
-        free = ("states", "drafter", "target", "corpus")
-        decides = {name: str(value) for name, value in vars(settings).items() if name not in free}
+        decides = {f.name: str(value) for f in fields(settings) if f.name not in ("states", "drafter", "target", "corpus")
+                   and (value := getattr(settings, f.name)) != f.default}
         asked = [[prompt.id, prompt.ids] for prompt in self.prompts]
         return digest([decides, ids.tolist(), self.store.fingerprint, asked, STEPS, BEYOND, ANSWER])
 
@@ -205,8 +210,9 @@ def figures(runs: dict[str, list[dict]], *, bootstrap: int = 4000, seed: int = 1
             row["less base"] = tau - base[1]
             row["from"], row["to"] = offline.ends(ours - base[2])
             row["verdict"] = "noise" if row["from"] <= 0 <= row["to"] else "better" if row["from"] > 0 else "worse"
-        means = {name: float(np.mean([run[name] for run in each])) for name in ("coverage", "validation", "wall_s")}
-        rows.append(row | means)
+            if min(len(each), len(runs[BASE])) == 1:
+                row["verdict"] += ", one seed"
+        rows.append(row | {name: float(np.mean([run[name] for run in each])) for name in MEANS})
     return rows
 
 
@@ -218,6 +224,7 @@ def shown_rows(rows: list[dict]) -> list[dict]:
              "seeds": r["seeds"], "acceptance": f"{r['acceptance']:.3f}", "95 %": f"{r['low']:.3f} … {r['high']:.3f}",
              f"less {BASE}": "" if r["less base"] is None else f"{r['less base']:+.3f}",
              "95 % of it": between(r["from"], r["to"]), "verdict": r["verdict"], "coverage": f"{r['coverage']:.1%}",
+             "best at": f"{r['best_step']:.0f} of {r['steps']:.0f}",
              "minutes a run": f"{r['wall_s'] / 60:.1f}"} for r in rows]
 
 

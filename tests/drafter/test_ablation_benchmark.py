@@ -21,12 +21,11 @@ def ablation():
     return module
 
 
-def runs_of(rng, seeds, prompts=40, tau=1.6, seed_noise=0.0, prompt_noise=0.3):
-    """`seeds` runs on the same prompts; seed and prompt each move the accepted tokens a verify."""
-    easy = prompt_noise * rng.standard_normal(prompts)
-    return [{"prompts": list(range(prompts)), "verifies": [30] * prompts, "coverage": 0.97, "validation": 1.5,
-             "wall_s": 60.0, "accepted": (30 * (tau - 1 + easy + seed_noise * rng.standard_normal())).tolist()}
-            for _ in range(seeds)]
+def run_of(tau, first=0):
+    """A run on 40 prompts of 30 verifies each: tau [40] or a figure, the prompts' numbers from `first`."""
+    accepted = 30 * (np.broadcast_to(tau, 40) - 1)
+    return {"prompts": list(range(first, first + 40)), "verifies": [30] * 40, "accepted": accepted.tolist(),
+            "coverage": 0.97, "validation": 1.5, "wall_s": 60.0, "best_step": 8, "steps": 9}
 
 
 def test_taus_are_ratios_of_sums(ablation):
@@ -58,30 +57,29 @@ def test_the_interval_over_prompts_is_that_of_the_evaluation(ablation):
     """One seed: the percentile interval of offline.interval, with the same draws."""
     from eagle3nb.acceptance import offline
 
-    runs = runs_of(np.random.default_rng(1), 1)
-    (row,) = ablation.figures({"demo": runs}, bootstrap=500, seed=3)
-    low, high = offline.interval(runs[0]["accepted"], runs[0]["verifies"], bootstrap=500, seed=3)
+    run = run_of(1.6 + 0.3 * np.random.default_rng(1).standard_normal(40))
+    (row,) = ablation.figures({"demo": [run]}, bootstrap=500, seed=3)
+    low, high = offline.interval(run["accepted"], run["verifies"], bootstrap=500, seed=3)
     assert (row["low"], row["high"]) == pytest.approx((low, high), abs=1e-12)
-    assert row["acceptance"] == pytest.approx(1 + np.sum(runs[0]["accepted"]) / 1200) and row["less base"] is None
+    assert row["acceptance"] == pytest.approx(1 + np.sum(run["accepted"]) / 1200) and row["less base"] is None
 
 
 def test_a_difference_is_paired_over_prompts_and_told_from_noise(ablation):
-    """Prompts differ far more than the rows: unpaired, nothing would be seen. The smaller difference is noise."""
-    rng = np.random.default_rng(2)
-    state = rng.bit_generator.state
-    tables = {}
-    for name, tau, noise in (("demo", 1.6, 0.01), ("steps-1", 1.5, 0.01), ("fc-norm", 1.605, 0.02)):
-        rng.bit_generator.state = state                        # the same prompts
-        easy = 0.3 * rng.standard_normal(40)
-        shifts = noise * np.array([-1.0, 0.2, 0.8])
-        tables[name] = [{"prompts": list(range(40)), "verifies": [30] * 40, "coverage": 0.97, "validation": 1.5,
-                         "wall_s": 60.0, "accepted": (30 * (tau - 1 + easy + shift)).tolist()} for shift in shifts]
+    """Prompts differ far more than the rows: unpaired, nothing would be seen. The smaller difference is noise, though
+    one seed alone would call it worse, and the label says that there is but one."""
+    easy = 0.3 * np.random.default_rng(2).standard_normal(40)
+    tables = {name: [run_of(tau + easy + shift) for shift in noise * np.array([-1.0, 0.2, 0.8])]
+              for name, tau, noise in (("demo", 1.6, 0.01), ("steps-1", 1.5, 0.01), ("fc-norm", 1.605, 0.02))}
     base, worse, same = ablation.figures(tables, bootstrap=1000)
     assert base["high"] - base["low"] > 0.12
     assert worse["verdict"] == "worse" and worse["less base"] == pytest.approx(-0.1) and worse["to"] < -0.05
     assert same["verdict"] == "noise" and same["from"] < 0.005 < same["to"]
-    alone = {**tables, "fc-norm": [{**run, "prompts": list(range(1, 41))} for run in tables["fc-norm"]]}
-    assert ablation.figures(alone, bootstrap=100)[2]["verdict"] == "", "other prompts are not compared"
+    single = ablation.figures({name: runs[:1] for name, runs in tables.items()}, bootstrap=100)
+    assert [row["verdict"] for row in single] == ["", "worse, one seed", "worse, one seed"]
+    others = ablation.figures({"demo": tables["demo"], "fc-norm": [run_of(1.6, first=1)]}, bootstrap=100)
+    assert others[1]["verdict"] == "", "other prompts are not compared"
+    shown = ablation.shown_rows([base, worse, same])
+    assert shown[1]["less demo"] == "-0.100" and shown[1]["best at"] == "8 of 9" and shown[0]["95 % of it"] == ""
 
 
 class Maker:

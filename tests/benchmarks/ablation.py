@@ -124,8 +124,9 @@ class Trainings:
         """Hash of all that decides a run's figures but the code. A setting at its default is left out, so that runs
         stand when the code gains one."""
         settings, ids = self.settings(row, seed)
-        decides = {f.name: str(value) for f in fields(settings) if f.name not in ("states", "drafter", "target", "corpus")
-                   and (value := getattr(settings, f.name)) != f.default}
+        free = ("states", "drafter", "target", "corpus")
+        decides = {f.name: str(value) for f in fields(settings)
+                   if (value := getattr(settings, f.name)) != f.default and f.name not in free}
         asked = [[prompt.id, prompt.ids] for prompt in self.prompts]
         return digest([decides, ids.tolist(), self.store.fingerprint, asked, STEPS, BEYOND, ANSWER])
 

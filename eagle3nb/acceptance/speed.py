@@ -2,7 +2,9 @@
 
 A round is: the drafter catches up with the tokens that the last one brought, drafts K, the target verifies K + 1 tokens
 of each sequence. It yields τ tokens on average, so tokens a second = batch · τ / seconds a round. Engine-neutral: costs
-come from this machine (costs.py) or from a server's own figures. What was not measured gets no row.
+come from this machine (costs.py) or from a server's own figures. What was not measured gets no row. Sequences at once
+catch up with unlike numbers of tokens: the mean of the costs of like numbers stands for it, exact where every token adds
+the same.
 """
 
 import json
@@ -111,6 +113,12 @@ def best(rows: list[dict], batch: int = 1) -> dict:
     return max(mine, key=lambda row: (row["tokens_per_s"], -row["steps"]))
 
 
+def best_by_batch(rows: list[dict]) -> list[dict]:
+    """The fastest number of steps of every batch: rows {batch, steps, tokens_per_s, speedup}."""
+    found = [best(rows, batch) for batch in sorted({row["batch"] for row in rows})]
+    return [{name: row[name] for name in ("batch", "steps", "tokens_per_s", "speedup")} for row in found]
+
+
 @dataclass(frozen=True)
 class Recommendation:
     """Ready command lines; without speculation where no number of steps beats none."""
@@ -126,12 +134,12 @@ class Recommendation:
 def recommend(rows: list[dict], costs: Costs, target_dir: str, drafter_dir: str, batch: int = 1) -> Recommendation:
     """What to serve with, from `predict`'s rows. The directories stand in the commands as they are given."""
     found = best(rows, batch)
-    steps = found["steps"]
+    steps, each = found["steps"], "" if batch == 1 else " a sequence"
     drafted = [row for row in rows if row["batch"] == batch and row["steps"]]
     if steps:
         reason = (f"{_drafts(steps)} a round, {_at(batch)}: a round costs {found['seconds'] / costs.alone(batch):.2f} "
-                  f"single passes of the target and yields {found['tokens']:.2f} tokens, {found['speedup']:.2f} times "
-                  "the target alone")
+                  f"single passes of the target and yields {found['tokens']:.2f} tokens{each}, "
+                  f"{found['speedup']:.2f} times the target alone")
     elif not drafted:
         reason = f"no drafts, {_at(batch)}: no round with drafts was measured there"
     else:
@@ -139,7 +147,7 @@ def recommend(rows: list[dict], costs: Costs, target_dir: str, drafter_dir: str,
         k, alone = near["steps"], costs.alone(batch)
         reason = (f"no number of drafted tokens beats none, {_at(batch)}: with {k}, the nearest, a verify of {k + 1} "
                   f"tokens costs {costs.verify[batch, k + 1] / costs.verify[batch, 1]:.2f} single ones here and a "
-                  f"whole round {near['seconds'] / alone:.2f}, for {near['tokens']:.2f} tokens "
+                  f"whole round {near['seconds'] / alone:.2f}, for {near['tokens']:.2f} tokens{each} "
                   f"({near['speedup']:.2f} times the target alone); break-even is {near['seconds'] / alone:.2f} tokens "
                   "a round")
     return Recommendation(batch, steps, found["speedup"], reason, sglang_command(target_dir, drafter_dir, steps),

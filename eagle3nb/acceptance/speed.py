@@ -3,8 +3,8 @@
 A round is: the drafter catches up with the tokens that the last one brought, drafts K, the target verifies K + 1 tokens
 of each sequence. It yields τ tokens on average, so tokens a second = batch · τ / seconds a round. Engine-neutral: costs
 come from this machine (costs.py) or from a server's own figures. What was not measured gets no row. Sequences at once
-catch up with unlike numbers of tokens: the mean of the costs of like numbers stands for it, exact where every token adds
-the same.
+catch up with unlike numbers of tokens: the mean of the costs of like numbers stands for it, which is exact where every
+token adds the same.
 """
 
 import json

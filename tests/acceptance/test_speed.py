@@ -77,7 +77,7 @@ def simulated_together(steps: int, sequences: int, rounds: int = 12_000) -> floa
 
 
 def test_sequences_at_once_equal_a_simulated_batch():
-    """24,000 verifies at least: the standard error of τ is 0.5 %; 2 % allowed, seeds fixed. Of batch 1 the test above."""
+    """24,000 verifies at least: the standard error of τ is 0.5 %; 2 % allowed, seeds fixed. Batch 1: the test above."""
     batches, widths = (1, 2, 5), range(1, 6)
     costs = Costs(verify={(b, w): 0.04 + 0.003 * b * w for b in batches for w in widths},
                   draft_step={b: 0.002 + 0.0003 * b for b in batches},

@@ -50,7 +50,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             each[a:b], right[a:b], dz = rows(
                 x[a:b] @ head.T, teacher[here].to(teacher_head.dtype) @ teacher_head.T, inverse[a:b] - first,
                 label[a:b], wants_grad)                                                          # dz [n, D]: q − p
-            weight = scale[a:b, None]
+            weight = scale[a:b, None].to(x.dtype)
             if wants_x:
                 dx[a:b] = (dz @ head).mul_(weight)
             if wants_head:

@@ -138,7 +138,7 @@ class Run:
         sums, counts = np.zeros(2), np.zeros((4, self.K))                           # loss and tokens; StepCounts
         for pack, scales in zip(packs, loss_scales(packs, settings.ttt_decay, settings.loss_average, totals),
                                 strict=True):
-            part, one, _ = pack_loss(self.model, pack, self.head, scales)
+            part, one, _ = pack_loss(self.model, pack, self.head, scales, settings.compute)
             part.backward()
             counts, sums = counts + astuple(one), sums + (part.item(), len(pack.ids))
         world.sum_gradients([p for p in self.model.parameters() if p.requires_grad])

@@ -47,6 +47,8 @@ class Settings:
     freeze_head: bool = False        # keep lm_head as initialised: a third less work on the head
     verify_states: str = "first"     # a row of states against its checksum: each time it is read, the first, or never;
                                      # all: every shard before training begins (the notebook does), then as "first"
+    compute: str = "fp32"            # of a step's products and activations; weights, AdamW and loss are fp32 also in
+                                     # "bf16", which is for GPUs: on a CPU it is the slower one
 
     @classmethod
     def from_json(cls, values: dict) -> "Settings":
@@ -82,7 +84,8 @@ class Settings:
                  (not self.finetunes or (resolve(self.initialise) / "config.json").is_file(),
                   f"initialise must be one of {', '.join(CHOICES)}, or the folder of an EAGLE-3 checkpoint, which "
                   f"{self.initialise!r} is not"),
-                 (self.verify_states in VERIFIED, f"verify_states must be one of {', '.join(VERIFIED)}")]
+                 (self.verify_states in VERIFIED, f"verify_states must be one of {', '.join(VERIFIED)}"),
+                 (self.compute in ("fp32", "bf16"), "compute must be fp32 or bf16")]
         refuse(wrong)
 
 

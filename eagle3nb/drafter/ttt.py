@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from eagle3nb.drafter.attention import ttt_attention
 from eagle3nb.drafter.loss import soft_cross_entropy
@@ -133,19 +134,35 @@ def loss_scales(packs: list[Pack], decay: float, average: str, totals: np.ndarra
     return scales
 
 
-def pack_loss(model: DraftModel, pack: Pack, teacher_head: Tensor, scales: list[Tensor]
+def pack_loss(model: DraftModel, pack: Pack, teacher_head: Tensor, scales: list[Tensor], compute: str = "fp32"
               ) -> tuple[Tensor, StepCounts, list[Tensor]]:
     """The pack's part of the optimiser step's loss (scalar), its counts, and for each step hits bool [N_k].
 
-    teacher_head [D, h]: the target's lm_head rows of D; scales as from loss_scales.
+    teacher_head [D, h]: the target's lm_head rows of D; scales as from loss_scales. compute "bf16": products and
+    activations are bf16, of a copy of the weights made here; loss and softmax stay float32, and the gradients reach the
+    model's own float32 weights. "fp32": in the weights' own dtype.
     """
+    if compute == "bf16":
+        copies = {f"model.{name}": weight.bfloat16() for name, weight in model.named_parameters()}
+        return functional_call(_PackLoss(model), copies, (pack, teacher_head.bfloat16(), scales))
     outputs, bearing = steps(model, pack.ids, pack.aux, pack.starts, pack.slots), pack.bearing
     student = torch.cat([model.norm(h2[mask]) for h2, mask in zip(outputs, bearing, strict=True)])       # [n, h]
     rows = torch.cat([row[mask] for row, mask in zip(pack.rows, bearing, strict=True)])
     loss, each, right = soft_cross_entropy(student, model.lm_head.weight, pack.last, teacher_head, rows,
-                                           pack.label[rows], torch.cat(scales).to(student.dtype))
+                                           pack.label[rows], torch.cat(scales))
     sizes = [int(mask.sum()) for mask in bearing]
     hits = [mask.masked_scatter(mask, part) for mask, part in zip(bearing, right.split(sizes), strict=True)]
     counts = StepCounts(np.array([part.double().sum().item() for part in each.split(sizes)]), np.array(sizes),
                         np.array([len(at) for at in pack.slots]), np.array([int(hit.sum()) for hit in hits]))
     return loss, counts, hits
+
+
+class _PackLoss(nn.Module):
+    """pack_loss as the forward of a module, whose weights functional_call replaces."""
+
+    def __init__(self, model: DraftModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, pack: Pack, teacher_head: Tensor, scales: list[Tensor]):
+        return pack_loss(self.model, pack, teacher_head, scales)

@@ -84,6 +84,6 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: d
             moments = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
                        if f"{key}.{name}" in tensors}
             if moments:
-                optimizer.state[parameter] = {key: value if key == "step" else value.to(parameter.device)
-                                              for key, value in moments.items()}
+                # the step count too: fused AdamW reads it where the parameter lies
+                optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in moments.items()}
     torch.set_rng_state(tensors["rng"])

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.elastic import ended
 from eagle3nb.drafter.initialise import target_weights
-from eagle3nb.drafter.launch import launch
+from eagle3nb.drafter.launch import failure, launch
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.settings import Machines, Settings
 from eagle3nb.drafter.train import train
@@ -109,7 +109,7 @@ def until(condition, seconds=120.0):
 
 def test_it_ends_with_the_process_that_started_it(folders):
     """A notebook's kernel that is killed: its training is gone soon after, and what it left can be resumed."""
-    parent = kernel(folders, "orphan", epochs=300)
+    parent = kernel(folders, "orphan", epochs=3000)
     try:
         until((folders / "orphan" / "metrics.jsonl").is_file)
         children = psutil.Process(parent.pid).children()
@@ -143,6 +143,44 @@ def test_torchrun_starts_again_and_ends_with_the_kernel(folders):
         parent.kill()
         parent.wait()
     assert not psutil.wait_procs([agent, *first, *second], timeout=60)[1]
+
+
+def test_an_interrupt_saves_what_several_have_done(folders):
+    """And one process alone goes on with it."""
+    def interrupt(lines):
+        if lines[-1]["step"] > 3:
+            raise KeyboardInterrupt
+
+    long = {"epochs": 3000, "accumulate": 3, "evaluate_every": 2}  # which does not end by itself
+    with pytest.raises(KeyboardInterrupt):
+        launch(settings_for(folders, "interrupted", **long), range(97), interrupt, Machines(processes=2))
+    folder = folders / "interrupted"
+    step = read_metrics(folder / "metrics.jsonl")[-1]["step"]
+    assert (folder / "checkpoints" / f"step-{step:06d}" / "state.json").is_file()
+    assert "interrupted; the next start goes on from its checkpoint" in (folder / "train.log").read_text()
+    write_json(folder / "vocabulary.json", {"ids": list(range(97))})
+    calls = iter(range(10))
+    with pytest.raises(KeyboardInterrupt):
+        train(settings_for(folders, "interrupted", **long), Store.open(folders / "states"),
+              facts_of(folders / "target"), None, stop=lambda: next(calls) == 2)
+    assert read_metrics(folder / "metrics.jsonl")[-1]["step"] == step + 3
+
+
+def test_several_processes_do_not_stream(folders, monkeypatch, capsys):
+    monkeypatch.setattr("eagle3nb.drafter.launch.streams", lambda folder: True)
+    with pytest.raises(UserError, match="states that stream are read by one training process; set processes to 1"):
+        launch(settings_for(folders, "streamed"), range(97), machines=Machines(processes=2))
+    assert not (folders / "streamed").exists()
+
+
+def test_the_line_of_a_failure(tmp_path):
+    """The last `error:` of this start, whoever wrote it; else what is known of the end."""
+    told = ["error: row 7 is damaged (process 1 of 2)", "Traceback", "process 0 ended with exit code 1"]
+    assert failure(1, told, tmp_path / "train.log") == "row 7 is damaged (process 1 of 2)"
+    assert failure(1, [ended({1: -9, 0: 1})], tmp_path).startswith("training process 1 was killed by SIGKILL, usually")
+    assert "exit code 3 (no output)" in failure(3, [], tmp_path)
+    assert failure(-9, told, tmp_path).startswith("training was killed by SIGKILL, usually for lack of memory")
+    assert failure(0, [], tmp_path).startswith("training was interrupted; the next start")
 
 
 def test_two_machines_are_one_training(folders):

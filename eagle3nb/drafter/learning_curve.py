@@ -23,6 +23,8 @@ class Fit:
     tokens: int                      # seen at the last evaluation
     exponent: float                  # c; 0: logarithmic
     ceiling: float | None            # A; None where it is logarithmic
+    offset: float                    # A
+    slope: float                     # B
     now: float                       # fitted, at `tokens`
     gain: float                      # of twice the tokens
     low: float                       # its interval, residuals redrawn: 1 % and 99 % of the draws, within which the
@@ -30,6 +32,10 @@ class Fit:
     error: float                     # root mean square of the residuals
     foretold: float                  # |last evaluation − its value by a fit of the first two thirds|
     trusted: bool                    # that is no more than the gain, and the interval no wider than twice the gain
+
+    def at(self, tokens) -> np.ndarray:
+        """Acceptance by the fit, float of the shape of `tokens` (above 0)."""
+        return value(np.asarray(tokens, float), self.exponent, self.offset, self.slope)
 
 
 def fit(lines: list[dict]) -> Fit | None:
@@ -50,8 +56,8 @@ def fit(lines: list[dict]) -> Fit | None:
     part = max(4, 2 * len(n) // 3)
     foretold = abs(float(value(n[-1], *(x[0] for x in least_squares(n[:part], a[None, :part]))) - a[-1]))
     trusted = bool(gain > 0 and foretold <= gain and high - low <= 2 * gain)
-    return Fit(int(n[-1]), float(c), float(A) if c else None, float(fitted[-1]), gain, float(low), float(high),
-               float(np.sqrt((residuals ** 2).mean())), foretold, trusted)
+    return Fit(int(n[-1]), float(c), float(A) if c else None, float(A), float(B), float(fitted[-1]), gain, float(low),
+               float(high), float(np.sqrt((residuals ** 2).mean())), foretold, trusted)
 
 
 def least_squares(n: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -72,6 +78,21 @@ def basis(n, c):
 
 def value(n, c, A, B):
     return A + B * basis(n, c)
+
+
+def draw(ax, lines: list[dict], found: Fit | None) -> None:
+    """Evaluations against tokens seen (thousands), and the fit, dashed past them to twice the tokens."""
+    held_out = [line for line in of_kind(lines, "validation") if line["tokens"]]
+    ax.plot([line["tokens"] / 1000 for line in held_out], [line["acceptance"] for line in held_out], "o", markersize=3,
+            label="held out")
+    if found:
+        seen, beyond = (np.geomspace(*ends, 50) for ends in ((held_out[0]["tokens"], found.tokens),
+                                                             (found.tokens, 2 * found.tokens)))
+        (line,) = ax.plot(seen / 1000, found.at(seen), linewidth=1, label="fitted")
+        ax.plot(beyond / 1000, found.at(beyond), "--", linewidth=1, color=line.get_color(), label="foretold")
+    ax.set_xlabel("tokens seen (thousands)")
+    ax.set_ylabel("held-out acceptance (tokens a verify)")
+    ax.legend(fontsize=8, frameon=False)
 
 
 def sentence(found: Fit | None) -> str:

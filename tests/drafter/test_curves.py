@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from eagle3nb.drafter.curves import by_source
-from eagle3nb.drafter.learning_curve import fit, sentence
+from eagle3nb.drafter.learning_curve import draw, fit, sentence
 
 
 def evaluations(tokens, acceptance) -> list[dict]:
@@ -30,6 +31,20 @@ def test_a_logarithm_is_found():
     assert found.exponent == 0 and found.ceiling is None
     assert found.gain == pytest.approx(0.1 * np.log(2), rel=1e-3)  # tokens are whole
     assert "no end in sight" in sentence(found)
+
+
+def test_the_figure_goes_through_the_points():
+    n = np.linspace(2e4, 4e5, 20)
+    a = 3.0 - 20.0 * n ** -0.3
+    lines = evaluations([0, *n], [1.0, *a])
+    found, axes = fit(lines), Figure().add_subplot()
+    draw(axes, lines, found)
+    points, fitted, foretold = axes.get_lines()
+    np.testing.assert_allclose(points.get_ydata(), a)
+    np.testing.assert_allclose(found.at(n), a, atol=2e-3)
+    assert fitted.get_ydata()[-1] == foretold.get_ydata()[0] == pytest.approx(found.now)
+    assert foretold.get_xdata()[-1] == 800 and foretold.get_ydata()[-1] == pytest.approx(found.now + found.gain)
+    draw(Figure().add_subplot(), lines[:3], None)
 
 
 def test_the_interval_holds_the_real_gain():

@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 BIN := .venv/bin
 RUN ?= demo
 
-.PHONY: setup demo test lint lab corpus benchmark-merge benchmark-extraction benchmark-states sglang-cpu test-sglang clean
+.PHONY: setup demo test lint lab corpus benchmark-merge benchmark-extraction benchmark-states benchmark-training ablation smollm2 sglang-cpu test-sglang clean
 
 setup: .venv/.ready
 
@@ -65,6 +65,23 @@ benchmark-extraction: setup
 benchmark-states: setup
 	$(BIN)/eagle3nb run params/demo --run states --stages audit,merge
 	$(BIN)/python tests/benchmarks/states.py --corpus outputs/states/work/corpus $(OPTIONS)
+
+# This trainer's step against the straightforward one and speculators' (which gets an environment of its own).
+benchmark-training: setup
+	tools/speculators.sh
+	$(BIN)/python tests/benchmarks/training.py $(OPTIONS)
+
+# What decides the drafter: a row a choice, over seeds (3 hours on two quiet cores). OPTIONS="--row steps-1", "--quick".
+ablation: setup
+	$(BIN)/eagle3nb run params/demo --run ablation --stages audit,merge,extraction
+	$(BIN)/python tests/benchmarks/ablation.py --work outputs/ablation/work $(OPTIONS)
+
+# Four times the demo's corpus, made by the target itself, and a drafter of it (about two hours on two quiet cores).
+smollm2: setup
+	mkdir -p data/smollm2 && cp -rn data/demo/. data/smollm2/
+	$(BIN)/eagle3nb synthesise data/prompts data/smollm2 --parts 4 --only A2_chat B1_code B2_maths B3_reasoning \
+	  B4_toolcalls B5_support B6_trivia B7_howto B8_writing
+	$(BIN)/eagle3nb run smollm2
 
 clean:
 	rm -rf .venv .venv-sglang .cache outputs/demo

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle3nb.drafter.kernels import shared_memory
 
-BLOCK = 128  # queries at a time; a block's scores are [Hq, BLOCK, keys]
+BLOCK = 64  # queries at a time; a block's scores are [Hq, BLOCK, keys]
 
 
 def ttt_attention(q: Tensor, k0: Tensor, v0: Tensor, own_k: list[Tensor], own_v: list[Tensor], slots: Tensor,

@@ -112,15 +112,15 @@ def activations(c: DraftConfig, shape: Shape) -> int:
     (T, N), K, h = tokens(shape), shape.ttt_steps, c.hidden
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     packs = shape.accumulate * (4 * 3 * h * T + BYTES[shape.states_dtype] * h * N)  # aux, scaled; last
-    once = T * (5 * h + 6 * h * c.fc_norm)          # g, normed e and g, u; each chunk's norm and their concatenation
+    once = T * (4 * h + 6 * h * c.fc_norm)          # normed e and g, u; each chunk's norm and their concatenation
     keys = K * T * 2 * kv + K * (K - 1) * N * kv    # step 0's keys and values, once a step; own ones
-    steps = K * N * (11 * h + 3 * q + 4 * c.intermediate) - 3 * N * h + (K - 1) * N * 2 * h * c.norm_output
+    steps = K * N * (9 * h + 3 * q + 4 * c.intermediate) - 2 * N * h + (K - 1) * N * h * c.norm_output
     return packs + 4 * (once + keys + steps + 3 * K * N * h)
 
 
 def text_of(c: DraftConfig, shape: Shape) -> str:
     T, N = tokens(shape)
-    return (f"12 A T h of the packs; then 4 each of T (5 h + 2 K kv), K N (14 h + 3 q + 4 m) and K² N kv; A "
+    return (f"12 A T h of the packs; then 4 each of T (4 h + 2 K kv), K N (12 h + 3 q + 4 m) and K² N kv; A "
             f"{shape.accumulate}, T {T:,}, N {N:,}, K {shape.ttt_steps}, q {c.heads * c.head_dim:,}, kv "
             f"{c.kv_heads * c.head_dim:,}, m {c.intermediate:,}")
 

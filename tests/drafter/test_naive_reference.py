@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eagle3nb.drafter import attention, loss
-from eagle3nb.drafter.model import DraftConfig, DraftModel
+from eagle3nb.drafter.model import DraftConfig, DraftModel, RMSNorm
 from eagle3nb.drafter.packing import make_pack
 from eagle3nb.drafter.ttt import loss_scales, pack_loss
 
@@ -156,3 +156,14 @@ def test_step_equals_naive_reference(synthetic_store, tiny_facts, monkeypatch, K
         reference = parameters[name].grad
         error = (parameter.grad.double() - reference).abs().max() / reference.abs().max()
         assert error < TOLERANCE, f"gradient of {name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (False, True), (True, False)])
+def test_norm_against_finite_differences(wanted):
+    """The norm's own gradient, in float64; the embedding's norm has an input that needs none."""
+    layer = RMSNorm(6, eps=1e-3).double()
+    x, weight = (torch.randn(*size, dtype=torch.float64).requires_grad_(needs)
+                 for size, needs in zip(((5, 6), (6,)), wanted, strict=True))
+    assert torch.autograd.gradcheck(lambda x, w: torch.func.functional_call(layer, {"weight": w}, (x,)), (x, weight))
+    expected = torch.stack([norm(row, weight, 1e-3) for row in x])
+    assert torch.allclose(torch.func.functional_call(layer, {"weight": weight}, (x,)), expected, rtol=1e-12)

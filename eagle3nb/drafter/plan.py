@@ -80,8 +80,8 @@ def training_memory(config: DraftConfig, shape: Shape, *, device: str = "cuda") 
              ("step",)),
         part("allocator", "device", held // 8, "an eighth of the activations lies between them", ("step",)),
         part("allocator", "host", fit // 16, "a sixteenth of the regression", ("start",)),
-        part("checkpoint", "host", (36 if gpu else 24) * trained + kept, "the copies that are written; on a CPU with "
-             "what malloc keeps of the step", ("save",)),
+        part("checkpoint", "host", (12 if gpu else 8) * (P + 2 * trained) + kept, "the copies of weights and moments "
+             "that are written; on a CPU with what malloc keeps of the step", ("save",)),
         part("process", "host", RUNTIME + LIBRARIES, "Python, torch and their buffers, as measured", PEAKS),
         part("notebook", "host", RUNTIME, "its kernel, which waits beside the process", PEAKS)]
     rows = [row if gpu else row | {"where": "host"} for row in rows if any(row[peak] for peak in PEAKS)]

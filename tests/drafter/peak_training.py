@@ -1,10 +1,15 @@
-"""Peak memory of a real training in a process of its own: python peak_training.py '{"T": 1024, "K": 3, …}'
+"""Peak memory of a real training in a process of its own, and beside it what the memory plan foretells.
 
-Prints JSON: bytes above what stood before it (Python, torch, a store of random states in memory), at its three peaks.
+    python tests/drafter/peak_training.py                              the five shapes, one after another (2 minutes)
+    python tests/drafter/peak_training.py '{"T": 1024, "K": 3, …}'     one training, as JSON
+
+Bytes above what stood before it (Python, torch, a store of random states in memory), at its three peaks: start, step,
+save. The table's exit code is 1 where the highest of them is foretold wrong by more than 10 %.
 """
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from types import SimpleNamespace
@@ -19,6 +24,11 @@ from eagle3nb.files import write_json
 SHAPE = {"h": 576, "heads": 9, "kv_heads": 3, "head_dim": 64, "m": 1536, "V": 49152, "D": 4096, "T": 1024, "K": 3,
          "document": 256, "supervised": 0.6, "accumulate": 1, "steps": 3, "initialise": "head", "fc_norm": False,
          "norm_output": False, "freeze_head": False}
+
+
+SHAPES = ({"T": 1024, "K": 3, "D": 4096}, {"T": 512, "K": 7, "D": 8192}, {"T": 512, "K": 3, "D": 8192, "accumulate": 4},
+          {"T": 2048, "K": 7, "D": 8192}, {"T": 1024, "K": 3, "D": 32000, "freeze_head": True})
+TOLERANCE = 0.10
 
 
 class RandomStore:
@@ -106,5 +116,36 @@ def main(o: dict) -> None:
     print(json.dumps(peaks))
 
 
+def foretold(o: dict) -> dict:
+    """{peak: bytes} of the plan, less what stands before the measurement begins: two processes and the embedding."""
+    from eagle3nb.drafter.model import DraftConfig
+    from eagle3nb.drafter.plan import PEAKS, Shape, training_memory
+    from eagle3nb.states.plan import RUNTIME
+
+    config = DraftConfig.from_target(facts_of(o), o["D"], fc_norm=o["fc_norm"], norm_output=o["norm_output"])
+    shape = Shape(o["T"], o["K"], o["accumulate"], o["document"], o["supervised"], o["initialise"],
+                  freeze_head=o["freeze_head"], teacher_positions=round(o["T"] * o["steps"] * o["supervised"]))
+    parts = training_memory(config, shape, device="cpu")["parts"]
+    standing = 2 * RUNTIME + next(part["step"] for part in parts if part["part"] == "embedding")
+    return {peak: sum(part[peak] for part in parts) - standing for peak in PEAKS}
+
+
+def table() -> int:
+    """Measured and foretold, in MB, for each of SHAPES; 1 where one is too far off."""
+    print(f"{'shape':<66}{'start':>14}{'step':>14}{'save':>14}{'peak':>8}")
+    worst = 0.0
+    for changes in SHAPES:
+        o = SHAPE | {"steps": 2} | changes
+        done = subprocess.run([sys.executable, __file__, json.dumps(o)], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr[-2000:])
+        measured, planned = json.loads(done.stdout), foretold(o)
+        error = max(planned.values()) / max(measured.values()) - 1
+        worst = max(worst, abs(error))
+        pairs = "".join(f"{measured[peak] / 1e6:>8,.0f}{planned[peak] / 1e6:>6,.0f}" for peak in planned)
+        print(f"{json.dumps(changes):<66}{pairs}{100 * error:>+7.1f}%", flush=True)
+    return int(worst > TOLERANCE)
+
+
 if __name__ == "__main__":
-    main(SHAPE | json.loads(sys.argv[1]))
+    sys.exit(main(SHAPE | json.loads(sys.argv[1])) if sys.argv[1:] else table())

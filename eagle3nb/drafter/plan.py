@@ -3,8 +3,8 @@
 The peaks follow one another: at the start the closed-form regression (fitting.py), then the step (the moment inside the
 loss when all activations are held), then the saving of a checkpoint. Symbols: T tokens of a pack, N counted slots of a
 step, n slots of a chunk of the loss, K steps, h hidden, m MLP, D draft vocabulary, P trainable parameters; all of it is
-float32, as train.py has it. Activations are what ttt.py and loss.py leave for the backward pass, counted tensor by
-tensor against the allocations of a real step; on a GPU, whose norms keep less, they are an upper bound.
+float32, or with compute bf16 the activations half of that. Activations are what ttt.py and loss.py leave for the
+backward pass, counted tensor by tensor against the allocations of a real step; on a GPU they are an upper bound.
 """
 
 import math
@@ -46,6 +46,7 @@ class Shape:
     states_dtype: str = "bf16"
     freeze_head: bool = False
     teacher_positions: int = SLOTS  # of the corpus; the regression takes no more than SLOTS
+    compute: str = "fp32"           # or bf16: activations, and the copies of weights and heads that it makes
 
 
 def parameters(config: DraftConfig) -> dict:
@@ -65,7 +66,7 @@ def training_memory(config: DraftConfig, shape: Shape, *, device: str = "cuda") 
     gpu, sizes = device != "cpu", parameters(config)
     P, frozen, D, h = sizes["trainable"], sizes["frozen"], config.draft_vocab, config.hidden
     trained = P - sizes["head"] * shape.freeze_head
-    held, scratch, pieces = activations(config, shape), *loss(config, shape)
+    held, scratch, pieces = activations(config, shape), *loss(config, shape, gpu)
     kept = 0 if gpu else held + (scratch if pieces < MMAPPED else 0)  # by malloc, when a checkpoint is saved
     fit, how = regression(config, shape)
     rows = [
@@ -75,6 +76,7 @@ def training_memory(config: DraftConfig, shape: Shape, *, device: str = "cuda") 
         part("teacher's head", "device", 4 * D * h, f"4 D h; D {D:,}, h {h:,}", PEAKS),
         part("embedding", "device", BYTES["bf16"] * frozen, f"2 V h, frozen, as stored; V {config.vocab:,}", PEAKS),
         part("regression", "host", fit, how, ("start",)),
+        part("bf16 copies", "device", (2 * P + 2 * D * h) * (shape.compute == "bf16"), "2 P + 2 D h", ("step",)),
         part("activations", "device", held, text_of(config, shape), ("step",)),
         part("loss", "device", scratch, f"4 n D + 4 D h, or attention's scores; n {CHUNK * (shape.ttt_steps + 1):,}",
              ("step",)),
@@ -115,7 +117,7 @@ def activations(c: DraftConfig, shape: Shape) -> int:
     once = T * (4 * h + 6 * h * c.fc_norm)          # normed e and g, u; each chunk's norm and their concatenation
     keys = K * T * 2 * kv + K * (K - 1) * N * kv    # step 0's keys and values, once a step; own ones
     steps = K * N * (9 * h + 3 * q + 4 * c.intermediate) - 2 * N * h + (K - 1) * N * h * c.norm_output
-    return packs + 4 * (once + keys + steps + 3 * K * N * h)
+    return packs + BYTES[shape.compute] * (once + keys + steps + 3 * K * N * h)
 
 
 def text_of(c: DraftConfig, shape: Shape) -> str:
@@ -125,14 +127,17 @@ def text_of(c: DraftConfig, shape: Shape) -> str:
             f"{c.kv_heads * c.head_dim:,}, m {c.intermediate:,}")
 
 
-def loss(c: DraftConfig, shape: Shape) -> tuple[int, int]:
+def loss(c: DraftConfig, shape: Shape, gpu: bool = False) -> tuple[int, int]:
     """(bytes of the loss's or the attention's passing tensors, whichever is more; bytes of the largest piece)."""
-    (T, N), K, D = tokens(shape), shape.ttt_steps, c.draft_vocab
-    chunk = 4 * K * min(CHUNK, N) * D                         # logits, in whose place q − p comes
-    passing = min(8 * max(PART, D), 2 * chunk)                # of a few rows: the teacher's, and their product
+    (T, N), K, D, half = tokens(shape), shape.ttt_steps, c.draft_vocab, shape.compute == "bf16"
+    teacher = 4 * min(CHUNK, N) * D
+    chunk = teacher * K // (1 + half)                         # logits, in whose place q − p comes
+    teacher += teacher // 2 * half                            # in float32, and as it came
+    passing = min((8 + 4 * half) * max(PART, D), 2 * chunk)   # of a few rows: the teacher's, and their product
     scores = 4 * c.heads * min(BLOCK, N) * min(T, shape.longest or T)
     head = 0 if shape.freeze_head else 4 * D * c.hidden
-    return max(chunk + chunk // K + passing + head, 5 * scores), max(chunk, scores)
+    widened = 2 * chunk if half and head and not gpu else 0   # q − p once more, for the head's float32 gradient
+    return max(chunk + max(teacher + passing, widened) + head, 5 * scores), max(chunk, scores)
 
 
 def regression(c: DraftConfig, shape: Shape) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from eagle3nb.files import write_json
 
 SHAPE = {"h": 576, "heads": 9, "kv_heads": 3, "head_dim": 64, "m": 1536, "V": 49152, "D": 4096, "T": 1024, "K": 3,
          "document": 256, "supervised": 0.6, "accumulate": 1, "steps": 3, "initialise": "head", "fc_norm": False,
-         "norm_output": False, "freeze_head": False}
+         "norm_output": False, "freeze_head": False, "compute": "fp32"}
 
 
 SHAPES = ({"T": 1024, "K": 3, "D": 4096}, {"T": 512, "K": 7, "D": 8192}, {"T": 512, "K": 3, "D": 8192, "accumulate": 4},
@@ -76,7 +76,7 @@ def facts_of(o: dict):
 def settings_of(o: dict, folder: str) -> Settings:
     return Settings(states="", drafter=folder, target="", epochs=1, pack_tokens=o["T"], ttt_steps=o["K"],
                     accumulate=o["accumulate"], initialise=o["initialise"], validation_share=0.0, fc_norm=o["fc_norm"],
-                    norm_output=o["norm_output"], freeze_head=o["freeze_head"])
+                    norm_output=o["norm_output"], freeze_head=o["freeze_head"], compute=o["compute"])
 
 
 def run(o: dict, folder: str, store: RandomStore) -> None:
@@ -124,7 +124,8 @@ def foretold(o: dict) -> dict:
 
     config = DraftConfig.from_target(facts_of(o), o["D"], fc_norm=o["fc_norm"], norm_output=o["norm_output"])
     shape = Shape(o["T"], o["K"], o["accumulate"], o["document"], o["supervised"], o["initialise"],
-                  freeze_head=o["freeze_head"], teacher_positions=round(o["T"] * o["steps"] * o["supervised"]))
+                  freeze_head=o["freeze_head"], teacher_positions=round(o["T"] * o["steps"] * o["supervised"]),
+                  compute=o["compute"])
     parts = training_memory(config, shape, device="cpu")["parts"]
     standing = 2 * RUNTIME + next(part["step"] for part in parts if part["part"] == "embedding")
     return {peak: sum(part[peak] for part in parts) - standing for peak in PEAKS}

@@ -31,7 +31,7 @@ def config_of(o: dict) -> DraftConfig:
 
 def shape_of(o: dict) -> Shape:
     return Shape(o["T"], o["K"], o["accumulate"], o["document"], o["supervised"], o["initialise"],
-                 freeze_head=o["freeze_head"], teacher_positions=10 ** 6)
+                 freeze_head=o["freeze_head"], teacher_positions=10 ** 6, compute=o["compute"])
 
 
 @pytest.mark.parametrize("changes", [{}, {"fc_norm": True}, {"norm_output": True}, {"heads": 8, "kv_heads": 8}])
@@ -81,6 +81,18 @@ def test_activations_are_what_a_step_allocates(changes, tmp_path, monkeypatch):
     config, shape = config_of(o), shape_of(o)
     foretold = activations(config, shape) + loss(config, shape)[0]
     assert live_bytes(o, tmp_path, monkeypatch) == pytest.approx(foretold, rel=0.05)
+
+
+@pytest.mark.parametrize("changes", [{}, {"K": 6}, {"D": 64}, {"freeze_head": True}], ids=str)
+def test_activations_in_bf16(changes, tmp_path, monkeypatch):
+    """Within 8 %, the copies of weights and of the teacher's head included, and less than in fp32."""
+    o = peak.SHAPE | SMALL | changes | {"compute": "bf16"}
+    config, shape = config_of(o), shape_of(o)
+    copies = 2 * parameters(config)["trainable"] + 2 * o["D"] * o["h"]
+    assert any(row["step"] == copies for row in training_memory(config, shape, device="cpu")["parts"])
+    foretold = activations(config, shape) + loss(config, shape)[0] + copies
+    assert live_bytes(o, tmp_path, monkeypatch) == pytest.approx(foretold, rel=0.08)
+    assert foretold < activations(config, fp32 := replace(shape, compute="fp32")) + loss(config, fp32)[0]
 
 
 def test_packs_of_one_optimiser_step_wait_together(tmp_path, monkeypatch):

@@ -149,24 +149,24 @@ def targets(contest: Contest) -> list[dict]:
     for cell in contest.options.cells:
         T, K, D = cell
         rows, at = {name: contest.row(cell, name) for name in TITLES}, f"at T {T}, K {K}, |D| {D:,}"
-        missing = "; ".join(f"{TITLES[name]}: {row['problem']}" for name, row in rows.items() if "problem" in row)
 
-        def add(target: str, value: float | None, met, text: str = "{:.2f} times", at=at, missing=missing) -> None:
-            found.append({"target": f"{target} {at}", "found": missing if value is None else text.format(value),
-                          "met": None if value is None else bool(met(value))})
+        def add(target: str, sides: tuple, value: float | None, met, text: str = "{:.2f} times", at=at, rows=rows):
+            missing = "; ".join(f"{TITLES[name]}: {rows[name]['problem']}" for name in sides if "problem" in rows[name])
+            found.append({"target": f"{target} {at}", "found": missing or text.format(value),
+                          "met": None if missing else bool(met(value))})
 
-        over, share = rows["ours"].get("over_speculators"), rows["ours"].get("of_bound")
-        add(f"{FASTER.get(K, 1):g} times speculators' tokens/s", over, lambda x, K=K: x >= FASTER.get(K, 1))
+        add(f"{FASTER.get(K, 1):g} times speculators' tokens/s", ("ours", "speculators"),
+            rows["ours"].get("over_speculators"), lambda x, K=K: x >= FASTER.get(K, 1))
         if (T, K) == MEMORY_CELL:
             peaks = contest.peak(cell, "ours"), contest.peak(cell, "speculators")
-            add(f"at most {MEMORY:g} of speculators' peak memory", peaks[0] / peaks[1] if all(peaks) else None,
-                lambda x: x <= MEMORY, "{:.2f} of it")
-        for name in ("ours", "ours-head"):
+            add(f"at most {MEMORY:g} of speculators' peak memory", ("ours", "speculators"),
+                peaks[0] / peaks[1] if all(peaks) else None, lambda x: x <= MEMORY, "{:.2f} of it")
+        for name, limit in (("ours", "bound"), ("ours-head", "bound-head")):
             share = rows[name].get("of_bound")
-            add(f"{100 * BOUND:.0f} % of the bound ({TITLES[name]})", share and 100 * share,
+            add(f"{100 * BOUND:.0f} % of the bound ({TITLES[name]})", (name, limit), share and 100 * share,
                 lambda x: x >= 100 * BOUND, "{:.0f} %")
         losses = rows["ours"].get("loss"), rows["plain"].get("loss")
-        add(f"ours and plain have the same loss to {SAME:g}",
+        add(f"ours and plain have the same loss to {SAME:g}", ("ours", "plain"),
             abs(losses[0] / losses[1] - 1) if None not in losses else None, lambda x: x <= SAME, "{:.1e}")
     return found
 

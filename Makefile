@@ -68,7 +68,7 @@ benchmark-states: setup
 
 # This trainer's step against the straightforward one and speculators' (which gets an environment of its own).
 benchmark-training: setup
-	tools/speculators.sh
+	test -d .cache/speculators || tools/speculators.sh $(BIN)/python
 	$(BIN)/python tests/benchmarks/training.py $(OPTIONS)
 
 # What decides the drafter: a row a choice, over seeds (3 hours on two quiet cores). OPTIONS="--row steps-1", "--quick".

@@ -132,11 +132,14 @@ def loss(c: DraftConfig, shape: Shape, gpu: bool = False) -> tuple[int, int]:
     (T, N), K, D, half = tokens(shape), shape.ttt_steps, c.draft_vocab, shape.compute == "bf16"
     teacher = 4 * min(CHUNK, N) * D
     chunk = teacher * K // (1 + half)                         # logits, in whose place q − p comes
-    teacher += teacher // 2 * half                            # in float32, and as it came
+    as_it_came = teacher // 2 * half                          # in bf16: the memory that all chunks share
+    teacher += as_it_came                                     # and in float32
     passing = min((8 + 4 * half) * max(PART, D), 2 * chunk)   # of a few rows: the teacher's, and their product
     scores = 4 * c.heads * min(BLOCK, N) * min(T, shape.longest or T)
     head = 0 if shape.freeze_head else 4 * D * c.hidden
-    widened = 2 * chunk if half and head and not gpu else 0   # q − p once more, for the head's float32 gradient
+    widened = 0
+    if half and head and not gpu:                             # q − p and its rows in float32, for the head's gradient
+        widened = 2 * chunk + as_it_came + 6 * K * min(CHUNK, N) * c.hidden
     return max(chunk + max(teacher + passing, widened) + head, 5 * scores), max(chunk, scores)
 
 

@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from eagle3nb.files import write_json
 
+tqdm.monitor_interval = 0  # no thread of its own: a fork while it holds the lock leaves a child that waits for ever
+
 
 class Bar:
     """A running count of `unit`s. `advance` is cheap enough for a loop over batches."""

@@ -7,6 +7,7 @@ that dies costs those that were under way.
 """
 
 import json
+import threading
 import time
 import urllib.error
 from collections.abc import Iterable
@@ -28,6 +29,7 @@ from eagle3nb.progress import progress
 WAITS = (0.5, 2, 8)  # seconds before a request is sent once more
 AGAIN = (408, 429, 500, 502, 503, 504)  # HTTP's answers that may be another the next time
 TIMEOUT = 1800  # seconds for one answer, however many are before it
+SKIPPED = object()  # in place of an answer: another request had failed before this one was sent
 COUNTS = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
 
 
@@ -183,18 +185,23 @@ def message(error: urllib.error.HTTPError) -> str:
 def each(work, items: list, at_once: int) -> Iterable:
     """What `work` makes of the items, as it is done. After the first error no further item is begun; what is under way
     still comes, then the error."""
-    failed, pool = None, ThreadPoolExecutor(at_once)
-    todo = [pool.submit(work, item) for item in items]
+    failed, pool, fault = None, ThreadPoolExecutor(at_once), threading.Event()
+
+    def unless_failed(item):
+        if fault.is_set():
+            return SKIPPED
+        try:
+            return work(item)
+        except BaseException:
+            fault.set()  # before this thread takes the next item
+            raise
+
     try:
-        for future in as_completed(todo):
-            if future.cancelled():
-                continue
-            if future.exception() is None:
-                yield future.result()
-            elif failed is None:
-                failed = future.exception()
-                for other in todo:
-                    other.cancel()
+        for future in as_completed([pool.submit(unless_failed, item) for item in items]):
+            if future.exception():
+                failed = failed or future.exception()
+            elif (found := future.result()) is not SKIPPED:
+                yield found
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     if failed:

@@ -39,8 +39,7 @@ def write(folder: str | Path, *, training: dict, evaluation: dict, merge: dict, 
     folder = Path(folder)
     config = read_json(folder / "config.json")
     name = base_model or (EMBEDDED if training["parameters"].get("target") == "embedded" else "")
-    if name and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise UserError(f"base_model {name!r} is no name on a model hub; give owner/name, or leave it out")
+    check_base_model(name)
     parts = [front(name), what(name, config, target), acceptance(evaluation), at_work(served),
              serving(config, evaluation), data(merge), settings(training),
              limits(training, evaluation, merge, config, target),
@@ -50,6 +49,12 @@ def write(folder: str | Path, *, training: dict, evaluation: dict, merge: dict, 
     with atomic_write(folder / "README.md") as handle:
         handle.write(text)
     return folder / "README.md"
+
+
+def check_base_model(name: str) -> None:
+    """UserError unless it is empty or owner/name."""
+    if name and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"base_model {name!r} is no name on a model hub; give owner/name, or leave it out")
 
 
 # ------------------------------------------------------------------------------------------ the sections
@@ -152,6 +157,8 @@ def settings(training: dict) -> str:
              f"best on held-out rows at step {best['step']:,}: accuracy by step "
              f"{' / '.join(f'{a:.3f}' for a in best['accuracy'])}" if best.get("accuracy") else ""]
     said = "; ".join(filter(None, lines))
+    if not rows and not said:
+        return ""
     return "\n\n".join(filter(None, ["## Training", f"{said[:1].upper()}{said[1:]}." if said else "", table(rows)]))
 
 

@@ -24,33 +24,40 @@ from eagle3nb.drafter import flags
 from eagle3nb.drafter.model import DraftConfig, DraftModel
 from eagle3nb.drafter.ttt import steps
 from eagle3nb.errors import UserError
-from eagle3nb.files import atomic_write, read_json, shown, write_json
+from eagle3nb.files import atomic_write, fresh_folder, read_json, replace_folder, shown, write_json
 from eagle3nb.states.target import TargetFacts, captured_layers
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
           "draft_vocab_size", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "torch_dtype")
+FILES = {"config.json", "model.safetensors", "README.md"}  # an export; the card describes these very weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(model: DraftModel, folder: str | Path, *, target_layers: int, eos: tuple[int, ...] = (),
            bos: int | None = None, dtype: str = "float32", target: TargetFacts | None = None, captured=None) -> dict:
-    """Write config.json and model.safetensors to `folder`, check them, return the config.
+    """Write config.json and model.safetensors, check them, put them in `folder`'s place; returns the config.
+
+    What stands there stays whole until then; its model card goes with its weights.
 
     The embedding is left out: engines share the target's. dtype: float32, bfloat16 or float16. With `target`, and
     `captured` (the layers of the states that trained the drafter), raises UserError before anything is written where
     an engine would load the export and be silently wrong (flags.refuse).
     """
+    if dtype not in DTYPES:
+        raise UserError(f"an export in {dtype!r} is read by no engine; choose one of {', '.join(DTYPES)}")
     folder = Path(folder)
     config = engine_config(model.config, target_layers, eos, bos, dtype)
     if target is not None:
         flags.refuse(flags.table(model.config, config, target, captured=captured))
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     tensors = {name: x.to(DTYPES[dtype]) if x.is_floating_point() else x for name, x in kept.items()}
-    with atomic_write(folder / "model.safetensors", "wb") as handle:
-        handle.write(save(tensors, metadata={"format": "pt"}))
-    write_json(folder / "config.json", config)
-    check(folder)
+    with fresh_folder(folder) as new:
+        with atomic_write(new / "model.safetensors", "wb") as handle:
+            handle.write(save(tensors, metadata={"format": "pt"}))
+        write_json(new / "config.json", config)
+        check(new, folder)
+        replace_folder(new, folder, FILES)
     return config
 
 
@@ -88,13 +95,16 @@ def expected_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes | {f"fc_norm.{i}.weight": (h,) for i in range(3 if config.get("fc_norm") else 0)}
 
 
-def check(folder: str | Path) -> dict:
-    """Names, shapes, dtypes, mapping and flags of an export; returns its config. UserError says what is wrong."""
+def check(folder: str | Path, called: Path | None = None) -> dict:
+    """Names, shapes, dtypes, mapping and flags of an export; returns its config. UserError says what is wrong.
+
+    called: what the folder is to be, where it is not there yet.
+    """
     folder = Path(folder)
     config = read_json(folder / "config.json")
 
     def refuse(what: str):
-        raise UserError(f"{shown(folder)} would load and be wrong: {what}; export it again")
+        raise UserError(f"{shown(called or folder)} would load and be wrong: {what}; export it again")
 
     for key, value in {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1,
                        "tie_word_embeddings": False, "norm_before_residual": False, "norm_before_fc": False}.items():

@@ -45,7 +45,7 @@ def run(profile: str, *, name: str = "", stages=STAGES, overrides=(), force: boo
     command = shlex.join(["eagle3nb", "run", profile, *(["--run", name] if name else []),
                           *(["--stages", ",".join(stages)] if stages != STAGES else []),
                           *(word for n, v in overrides for word in ("-p", n, v))])
-    with locked(paths):
+    with locked(paths), locked_work(paths):
         try:
             with signals():
                 for stage in stages:
@@ -74,6 +74,14 @@ def locked(paths: Paths):
     """Holds the run: a second runner on the same run is refused. The system frees it however this process ends."""
     busy = f"run {paths.run.name} is under way already; wait, or choose another --run"
     return only_one(state_folder(paths) / "lock", wait=False, busy=busy)
+
+
+def locked_work(paths: Paths):
+    """Holds a work_dir that lies elsewhere: another run with the same one would write into the same drafter."""
+    if paths.work == paths.run / "work":
+        return contextlib.nullcontext()
+    busy = f"{shown(paths.work)} is being written by another run; wait, or give this one its own work_dir"
+    return only_one(paths.work / ".runner.lock", wait=False, busy=busy)
 
 
 @contextlib.contextmanager

@@ -150,9 +150,10 @@ class Stage:
         self.show_provenance()
 
     def record_of(self, stage: str) -> dict:
-        """Another stage of this run: its parameters, result, provenance; nothing where it has not run."""
+        """Another stage of this run: its parameters, result, provenance; nothing unless it ended well."""
         path = self.paths.run / f"{stem(stage)}.json"
-        return {"parameters": {}, "result": {}} | (read_json(path) if path.is_file() else {})
+        found = read_json(path) if path.is_file() else {}
+        return found if found.get("status") == "ok" else {"parameters": {}, "result": {}}
 
     def figure(self, fig, alt: str) -> None:
         """The figure as a PNG (about 110 dpi) with alt text: one sentence that says what is to be seen."""

@@ -88,7 +88,7 @@ def convert(gguf: Path, folder: Path) -> None:
     digits_apart(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)).save_pretrained(folder)
     for name in ("config.json", "tokenizer_config.json"):  # where it was made is no part of a checkpoint
         settings = read_json(folder / name)
-        for key in ("name_or_path", "_name_or_path", "_model_name_or_path", "gguf_file"):
+        for key in ("name_or_path", "_name_or_path", "_model_name_or_path", "gguf_file", "local_files_only"):
             settings.pop(key, None)
         write_json(folder / name, settings)
     (folder / "model.safetensors").chmod(0o644)

@@ -102,7 +102,7 @@ def test_what_the_records_lack_is_left_out(folder):
     empty = {"training": {"parameters": {}, "result": {}}, "merge": {"result": {}},
              "evaluation": {"parameters": {}, "result": {}}}
     text = written(folder, **empty)
-    assert re.findall(r"^## (.*)$", text, re.M) == ["Serve it", "Training", "Limits", "Identity"]
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Serve it", "Limits", "Identity"]
     assert not re.search(r"None|nan|\{\}|\[\]", text) and "Made with" not in text
     full = records()
     del full["evaluation"]["result"]["decode"], full["training"]["result"]["best"]

@@ -169,3 +169,20 @@ def test_what_sglang_refuses_or_computes_otherwise_is_an_error(tmp_path):
             {"max_relative": float("inf")}, "inf of the largest"), ({"refused": "ValueError: no"}, "ValueError: no"):
         with pytest.raises(UserError, match=message):
             engine_parity.check(good | change, tmp_path)
+
+
+def test_a_refused_export_leaves_the_one_that_stands(tmp_path, tiny_facts):
+    model = drafter(tiny_facts())
+    export(model, tmp_path / "export", target_layers=8)
+    (tmp_path / "export" / "README.md").write_text("of these weights")
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()}
+    with torch.no_grad():
+        model.fc.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"export would load and be wrong: fc.weight has values that are not finite"):
+        export(model, tmp_path / "export", target_layers=8)
+    with pytest.raises(UserError, match="float32, bfloat16, float16"):
+        export(model, tmp_path / "export", target_layers=8, dtype="float64")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "export").iterdir()} == whole
+    assert [file.name for file in tmp_path.iterdir()] == ["export"]
+    export(drafter(tiny_facts()), tmp_path / "export", target_layers=8)
+    assert not (tmp_path / "export" / "README.md").exists()  # it told of other weights

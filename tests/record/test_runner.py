@@ -19,6 +19,7 @@ import pytest
 
 from eagle3nb.cli import main
 from eagle3nb.files import write_json
+from eagle3nb.lock import only_one
 from eagle3nb.record import provenance, unchanged
 from eagle3nb.record.declared import STAGES, stem
 from eagle3nb.record.params import load
@@ -269,3 +270,11 @@ def test_plain_papermill_works_and_refuses_an_ill_typed_value(finished):
     done = subprocess.run([*call, "-f", "params/mini/common.yml", "-r", "copies", "2"], capture_output=True, text=True)
     assert done.returncode == 1 and "parameter copies must be int, not str '2'" in done.stderr
     assert twin(finished, "2_merge")["error"].startswith("parameter copies must be int")
+
+
+def test_two_runs_do_not_share_a_work_dir(finished, capfd):
+    """Another run with this work_dir would write into the same drafter."""
+    work = finished / "elsewhere"
+    with only_one(work / ".runner.lock"):
+        assert main([*MERGE, "--run", "other", "-p", "work_dir", str(work)]) == 2
+    assert "elsewhere is being written by another run; wait, or give this one its own" in capfd.readouterr().err

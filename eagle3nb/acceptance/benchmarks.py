@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import xxhash
 
 from eagle3nb.corpus.loops import ends_in_circles as looping  # an answer without its end-of-turn token
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown, write_json
 from eagle3nb.progress import progress
-from eagle3nb.states.target import target_identity
+from eagle3nb.states.target import digest, target_identity
 
 KEYS = {"id", "source", "messages"}
 CACHE = ".cache/answers"  # shared by all runs of the project: a second drafter finds them there
@@ -190,8 +189,7 @@ def _check_lengths(target, prompts: list[Prompt], room: int) -> None:
 
 
 def _key(identity: dict, prompt: Prompt, settings: dict) -> str:
-    text = json.dumps([identity, list(prompt.ids), settings], sort_keys=True)
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return digest([identity, list(prompt.ids), settings])
 
 
 def _read(file: Path, prompt: Prompt) -> list[int] | None:

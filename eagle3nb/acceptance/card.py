@@ -10,6 +10,7 @@ import re
 import socket
 from pathlib import Path
 
+from eagle3nb.acceptance import speed
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, read_json, xxh3_file
 from eagle3nb.states.target import TargetFacts
@@ -114,7 +115,9 @@ def at_work(served: dict[str, list[dict]] | None) -> str:
 
 def serving(config: dict, evaluation: dict) -> str:
     steps = evaluation["parameters"].get("steps", 3)
-    vllm = json.dumps({"method": "eagle3", "model": "DRAFTER", "num_speculative_tokens": steps})
+    sglang = speed.sglang_command("TARGET", "DRAFTER", steps)
+    for flag in ("--speculative-draft-model-path", "--speculative-eagle-topk"):
+        sglang = sglang.replace(f" {flag}", f" \\\n  {flag}")
     half = config["torch_dtype"]
     note = ("" if half != "float32" else " The weights are float32, of which SGLang makes float16 unless --dtype says "
             "otherwise.")
@@ -123,13 +126,11 @@ def serving(config: dict, evaluation: dict) -> str:
 TARGET is the target's folder or name, DRAFTER this folder.{note}
 
 ```
-python -m sglang.launch_server --model-path TARGET --speculative-algorithm EAGLE3 \\
-  --speculative-draft-model-path DRAFTER --speculative-num-steps {steps} \\
-  --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}
+{sglang}
 ```
 
 ```
-vllm serve TARGET --speculative-config '{vllm}'
+{speed.vllm_command("TARGET", "DRAFTER", steps)}
 ```""")
 
 

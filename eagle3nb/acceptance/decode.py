@@ -189,10 +189,10 @@ def difference(answer, decoded: Decode, walked) -> dict:
     walked, where, margin = tuple(int(n) for n in walked), "", None
     same_text, same_counts = decoded.ids == answer.ids, decoded.accepted == walked
     if not same_text:
-        i = _first_difference(decoded.ids, answer.ids)
+        i = first_difference(decoded.ids, answer.ids)
         where, margin = f"answer token {i}", decoded.margins[min(i, len(decoded.margins) - 1)]
     elif not same_counts:
-        j = _first_difference(decoded.accepted, walked)
+        j = first_difference(decoded.accepted, walked)
         where = f"verify {j}"
         if j < min(len(decoded.accepted), len(walked)):
             margin = decoded.draft_margins[j][min(decoded.accepted[j], walked[j])]
@@ -202,7 +202,7 @@ def difference(answer, decoded: Decode, walked) -> dict:
             "same_counts": same_counts, "equal": same_text and same_counts, "where": where, "margin": margin}
 
 
-def _first_difference(a: tuple, b: tuple) -> int:
+def first_difference(a: tuple, b: tuple) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -1,5 +1,6 @@
 """The evaluation's parameters, before anything runs: hours of answers must not end at a misspelt dtype."""
 
+from eagle3nb.acceptance import offline
 from eagle3nb.acceptance.card import check_base_model
 from eagle3nb.drafter.export import DTYPES
 from eagle3nb.errors import UserError
@@ -8,8 +9,8 @@ from eagle3nb.errors import UserError
 def check(parameters: dict) -> None:
     """Raises UserError for the first value that cannot be."""
     p = parameters
-    wrong = [(1 <= p["steps"] <= p["steps_max"], "steps", "1 to steps_max, for which the walk is made"),
-             (p["max_new_tokens"] >= 2, "max_new_tokens", "2 or more: the first token is the prefill's"),
+    offline.check_steps(p["steps"], p["steps_max"])
+    wrong = [(p["max_new_tokens"] >= 2, "max_new_tokens", "2 or more: the first token is the prefill's"),
              (p["bootstrap"] >= 1, "bootstrap", "1 or more"), (p["seed"] >= 0, "seed", "0 or more"),
              (p["limit"] >= 0, "limit", "0 or more"), (p["decode_prompts"] >= 0, "decode_prompts", "0 or more"),
              (p["cost_seconds"] >= 0, "cost_seconds", "0 or more"),

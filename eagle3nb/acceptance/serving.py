@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
-from eagle3nb.acceptance.decode import NEAR_TIE, decode
+from eagle3nb.acceptance.decode import NEAR_TIE, decode, first_difference
 from eagle3nb.acceptance.server import REACH, Server, attach, fetch, start
 from eagle3nb.drafter.metrics import acceptance_length
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown
 from eagle3nb.progress import progress
+from eagle3nb.states.target import digest
 
 WAITS = (0.5, 2, 8)  # seconds before a request is sent once more
 AGAIN = (408, 429, 500, 502, 503, 504)  # HTTP's answers that may be another the next time
@@ -227,10 +227,6 @@ def reply_of(answer: dict, server: Server, prompt, key: str, limit: int, times: 
 # ------------------------------------------------------------------------------------------------ kept answers
 
 
-def digest(value) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
-
-
 def read(file: Path) -> dict[str, Reply]:
     """The kept answers by their prompts; a line that a kill tore is none."""
     found = {}
@@ -388,7 +384,3 @@ def speeds(runs: dict[str, Served]) -> list[dict]:
                      "speedup": rate / base if base else None,
                      "same_text": sum(a.ids == b.ids for a, b in zip(served.replies, first.replies, strict=True))})
     return rows
-
-
-def first_difference(a: tuple, b: tuple) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

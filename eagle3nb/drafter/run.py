@@ -144,7 +144,7 @@ class Run:
         world.sum_gradients([p for p in self.model.parameters() if p.requires_grad])
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip))
         whole = world.sum([*sums, *counts.ravel()])
-        loss, tokens, counts = float(whole[0]), int(whole[1]), as_counts(whole[2:].reshape(4, self.K))
+        loss, tokens, counts = float(whole[0]), int(whole[1]), StepCounts.of(whole[2:].reshape(4, self.K))
         for group in optimizer.param_groups:
             group["lr"] = rate
         if finite := math.isfinite(norm) and math.isfinite(loss):
@@ -213,11 +213,6 @@ class Run:
         early = {"early": True, "total_tokens": self.tokens} if self.early else {}
         self.write("end", best=self.best, **early, waited_s=round(self.waits(), 3),
                    waiting_share=round(self.waits() / self.elapsed(), 4))
-
-
-def as_counts(sums: np.ndarray) -> StepCounts:
-    """float64 [4, K] as StepCounts has them."""
-    return StepCounts(sums[0], *sums[1:].astype(np.int64))
 
 
 def chain_tables(pack: Pack, hits: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -34,7 +34,7 @@ def split_sums(sums: np.ndarray) -> tuple[StepCounts, TeacherPrefix]:
     """float64 [TABLES, K], summed over packs."""
     prefix = TeacherPrefix(sums.shape[1])
     prefix.at_risk, prefix.hits = sums[4:].astype(np.int64)
-    return StepCounts(sums[0], *sums[1:4].astype(np.int64)), prefix
+    return StepCounts.of(sums[:4]), prefix
 
 
 def by_source(names: list[str], sums: np.ndarray, decay: np.ndarray) -> dict:

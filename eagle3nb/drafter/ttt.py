@@ -90,6 +90,11 @@ class StepCounts:
     counted: np.ndarray        # slots that count; a counted slot without loss is a miss
     hits: np.ndarray           # argmax over D is the teacher's argmax
 
+    @classmethod
+    def of(cls, table: np.ndarray) -> "StepCounts":
+        """float64 [4, K], a row a field: as they are summed over processes."""
+        return cls(table[0], *table[1:].astype(np.int64))
+
     def __add__(self, other: "StepCounts") -> "StepCounts":
         return StepCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 

@@ -24,20 +24,18 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import yaml
 
-from eagle3nb.acceptance import benchmarks, offline
+from eagle3nb.acceptance import benchmarks, comparison, pair
 from eagle3nb.corpus import vocabulary
 from eagle3nb.corpus.masks import find_markers
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.drafter.launch import launch
-from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.settings import Settings
 from eagle3nb.files import project_root, resolve
 from eagle3nb.states import open_target, stream
 from eagle3nb.states.extract import extract
-from eagle3nb.states.target import embedding, load_tokenizer, target_dir
+from eagle3nb.states.target import load_tokenizer, target_dir
 
 SAME = 1e-4  # relative: streamed rows are computed in other batches, so a bf16 state may round to its neighbour
 
@@ -91,24 +89,9 @@ def acceptance(runs: list[dict], root: Path, target: Path, model, prompts: int, 
     """A row a drafter: its walk over the held-out prompts, beside the first one's on the same prompts."""
     asked = benchmarks.render(benchmarks.load_prompts("data/heldout.jsonl", prompts), load_tokenizer(target))
     taken = benchmarks.answers(model, asked, max_new_tokens=64, beyond=steps + 1, cache_dir=benchmarks.CACHE)
-    rows, first = [], None
-    for name in (one["name"] for one in runs):
-        drafter = DraftModel.load(root / name / "drafter", embedding(target)).float().eval().requires_grad_(False)
-        table = offline.counts(offline.chains(model, drafter, taken, steps), [steps])
-        first = table if first is None else first
-        row = offline.row(table, bootstrap=2000, seed=1, name=name)
-        names = ("difference", "difference_low", "difference_high")
-        rows.append(row | dict(zip(names, paired(table, first), strict=True)))
-    return rows
-
-
-def paired(table, first, bootstrap: int = 2000, seed: int = 1) -> tuple[float, float, float]:
-    """τ less the first drafter's, and its 95 % interval: prompts are drawn once for both."""
-    drawn = np.random.default_rng(seed).integers(len(table), size=(bootstrap, len(table)))
-    ours, theirs = ((t["accepted"].to_numpy(float), t["verifies"].to_numpy(float)) for t in (table, first))
-    found = ours[0][drawn].sum(1) / ours[1][drawn].sum(1) - theirs[0][drawn].sum(1) / theirs[1][drawn].sum(1)
-    low, high = np.quantile(found, [0.025, 0.975])
-    return float(ours[0].sum() / ours[1].sum() - theirs[0].sum() / theirs[1].sum()), float(low), float(high)
+    tables = {one["name"]: pair.counts_of(root / one["name"] / "drafter", target, model, taken, steps) for one in runs}
+    rows = comparison.compare(tables, runs[0]["name"], steps, bootstrap=2000, seed=1)
+    return [row for row in rows if row["source"] == "all"]
 
 
 def main() -> int:

@@ -37,8 +37,12 @@ class Run:
         self.log = folder.with_name(folder.name + ".log")
         self.log.touch()
 
-    def child(self, name: str, gate: Path | None = None) -> int:
-        """A process that extracts; it leaves `<name>.json`, what extract returned, and `<name>.progress`."""
+    def child(self, name: str, gate: Path | None = None, hold: tuple[int, Path] | None = None) -> int:
+        """A process that extracts; it leaves `<name>.json`, what extract returned, and `<name>.progress`.
+
+        It begins when the file `gate` is there. hold (n, file): at its n-th shard it waits for the file, so that no
+        other need be quick enough to meet it, however the machine shares its time out.
+        """
         child = os.fork()
         if child:
             ALIVE.add(child)
@@ -48,7 +52,7 @@ class Run:
             os.environ["EAGLE3NB_PROGRESS"] = str(self.folder.with_name(f"{name}.progress"))
             while gate and not gate.exists():
                 time.sleep(0.001)
-            self.watch(name)
+            self.watch(name, *(hold or (0, None)))
             found = extraction.extract(Corpus.open(self.corpus), self.target, self.folder, limit=self.limit, **SETTINGS)
             self.folder.with_name(f"{name}.json").write_text(json.dumps(found))
             os._exit(0)
@@ -56,13 +60,16 @@ class Run:
             traceback.print_exc()
             os._exit(1)
 
-    def watch(self, name: str) -> None:
-        """Log each shard that is begun, and take `pause` more for each."""
-        real, log = extraction.shard, os.open(self.log, os.O_WRONLY | os.O_APPEND)
+    def watch(self, name: str, most: int, until: Path | None) -> None:
+        """Log each shard that is begun, and take `pause` more for each; at the `most`-th, wait for `until`."""
+        real, log, mine = extraction.shard, os.open(self.log, os.O_WRONLY | os.O_APPEND), []
 
         def shard(corpus, target, first, last, *rest):
             os.write(log, f"{first} {last} {name}\n".encode())
+            mine.append(first)
             time.sleep(self.pause)
+            while len(mine) == most and not until.exists():
+                time.sleep(0.001)
             return real(corpus, target, first, last, *rest)
 
         extraction.shard = shard
@@ -143,8 +150,11 @@ def shared(target, corpus: Path, folder: Path) -> None:
     """Two processes on one folder from its first moment on; each tells what it did itself."""
     whole, _ = undisturbed(target, corpus, folder, FEW)
     run, gate = Run(target, corpus, folder / "shared", FEW, PAUSE), folder / "gate"
-    children = [run.child(name, gate) for name in ("a", "b")]
+    both = folder / "both"
+    children = [run.child(name, gate, (2, both)) for name in ("a", "b")]
     gate.touch()
+    run.wait(lambda: {name for _, name in run.begun()} == {"a", "b"})
+    both.touch()
     assert [ended(child) for child in children] == [0, 0]
     begun = run.begun()
     assert len({r for r, _ in begun}) == len(begun) == len(whole.shards)
@@ -166,11 +176,14 @@ def one_killed(target, corpus: Path, folder: Path) -> None:
     """Two processes, one of them killed on the way: the other makes what that one had open, and nothing else again."""
     whole, _ = undisturbed(target, corpus, folder, FEW)
     run, gate = Run(target, corpus, folder / "shared", FEW, PAUSE), folder / "gate"
-    victim, other = (run.child(name, gate) for name in ("victim", "other"))
+    dead = folder / "dead"  # the victim does not outrun its end, nor the other take all before it
+    victim, other = (run.child(name, gate, (most, dead)) for name, most in (("victim", 5), ("other", 2)))
     gate.touch()
     run.wait(lambda: sum(name == "victim" for _, name in run.begun()) >= 5)
     os.kill(victim, signal.SIGKILL)
-    assert ended(victim) == -signal.SIGKILL and ended(other) == 0
+    assert ended(victim) == -signal.SIGKILL
+    dead.touch()
+    assert ended(other) == 0
     begun = run.begun()
     again = [r for r, name in begun if name == "other" and (r, "victim") in begun]
     assert len(begun) == len(whole.shards) + len(again) and len(again) <= 2, again
@@ -186,7 +199,8 @@ def stopped(target, corpus: Path, folder: Path) -> None:
     ranges = [(shard["first"], shard["last"]) for shard in whole.shards]
     for how, status in ((signal.SIGCONT, 0), (signal.SIGKILL, -signal.SIGKILL)):
         run = Run(target, corpus, folder / how.name, FEW, PAUSE)
-        sleeper = run.child("sleeper")
+        awake = folder / f"{how.name}.awake"
+        sleeper = run.child("sleeper", hold=(6, awake))
         run.wait(lambda run=run: len(run.begun()) >= 4)
         held = []
         while not held or (run.folder / "manifest.json.claim").exists():  # whoever holds that stops all others
@@ -200,6 +214,7 @@ def stopped(target, corpus: Path, folder: Path) -> None:
         run.wait(lambda run=run, held=held: len(run.done()) == len(whole.shards) - len(held))
         run.wait(lambda told=told: told.exists() and "waits for other processes" in told.read_text())
         assert held and os.waitpid(other, os.WNOHANG) == (0, 0)
+        awake.touch()
         os.kill(sleeper, how)
         assert ended(sleeper) == status and ended(other) == 0
         by_other = [r for r, name in run.begun() if name == "other"]

@@ -76,8 +76,9 @@ ablation: setup
 	$(BIN)/eagle3nb run params/demo --run ablation --stages audit,merge,extraction
 	$(BIN)/python tests/benchmarks/ablation.py --work outputs/ablation/work $(OPTIONS)
 
-# Four times the demo's corpus, made by the target itself, and a drafter of it (about two hours on two quiet cores).
-smollm2: setup
+# Four times the demo's corpus, made by the target itself, and a drafter of it, compared with the demo's (about an hour
+# on two quiet cores after the demo; two and more where others use them).
+smollm2: demo
 	mkdir -p data/smollm2 && cp -rn data/demo/. data/smollm2/
 	$(BIN)/eagle3nb synthesise data/prompts data/smollm2 --parts 4 --only A2_chat B1_code B2_maths B3_reasoning \
 	  B4_toolcalls B5_support B6_trivia B7_howto B8_writing

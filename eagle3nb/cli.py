@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
                      help="set a parameter in every stage that declares it")
     run.add_argument("--force", action="store_true", help="run the stages even where nothing changed")
+    run.add_argument("--dry-run", action="store_true", help="say what would run and why, and what is missing; no more")
     run.add_argument("--timeout", type=float, default=0, metavar="MIN", help="minutes the whole command may take")
 
     status = commands.add_parser("status", help="follow a run from another terminal")
@@ -71,6 +72,12 @@ def perform(options: argparse.Namespace) -> int:
     """Imports what the command needs, and no more: `--help` and `status` answer at once."""
     if options.command == "run":
         from eagle3nb.record.params import chosen_stages
+
+        if options.dry_run:
+            from eagle3nb.record.dry_run import dry_run
+
+            return dry_run(options.profile, name=options.run, stages=chosen_stages(options.stages),
+                           overrides=[tuple(pair) for pair in options.parameter], force=options.force)
         from eagle3nb.record.run import run
 
         return run(options.profile, name=options.run, stages=chosen_stages(options.stages),

@@ -9,8 +9,6 @@ random generators and writes outputs/<run>/<n>_<stage>.json as "failed: did not 
 a failure behind. `finish` makes it "ok" and puts the verdict on top of the record. Works outside a notebook too.
 """
 
-import base64
-import io
 import os
 import random
 import re
@@ -99,14 +97,16 @@ class Live:
         self.alt, self.handle = alt, None
 
     def update(self, fig, alt: str = "") -> None:
+        from eagle3nb.record import figures  # matplotlib takes a second, which `status` need not wait for
+
         self.alt = alt or self.alt
-        picture = png(fig)
+        picture, width = figures.png(fig)
         if shell() is None:
             return
         from IPython.display import display
 
         bundle = {"image/png": picture, "text/plain": self.alt}
-        metadata = {"image/png": {"alt": self.alt}}
+        metadata = {"image/png": {"alt": self.alt, "width": width}}
         if self.handle is None:
             self.handle = display(bundle, raw=True, metadata=metadata, display_id=True)
         else:
@@ -280,15 +280,6 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
-
-
-def png(fig) -> str:
-    """The figure as base64 PNG at 110 dpi; a pyplot figure is closed, so that it is not shown twice."""
-    buffer = io.BytesIO()
-    fig.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-    if "matplotlib.pyplot" in sys.modules:
-        sys.modules["matplotlib.pyplot"].close(fig)
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 watched: list = []  # the stage whose cells run now; one hook serves it, however often `start` is run again

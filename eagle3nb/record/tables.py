@@ -1,10 +1,70 @@
-"""HTML that reads well in JupyterLab (trusted or not) and in the exported page, light or dark: inline styles only."""
+"""HTML that reads well in JupyterLab (trusted or not) and in the exported page, light or dark: inline styles only.
+
+A table's columns come with the code's names, as JSON keeps them; a reader sees words with units, shares as percent.
+"""
 
 from html import escape
 
-COLOUR = {"ok": "#2e8b57", "failed": "#d0312d", "running": "#8a8a8a"}
+# White letters on each have a contrast of 5 or more, whatever the page's own colour is.
+COLOUR = {"ok": "#1e7145", "failed": "#b3261e", "running": "#5c5f66"}
 WORD = {"ok": "✔ ok", "failed": "✖ failed", "running": "… running"}
 LINE = "1px solid rgba(128,128,128,0.35)"
+LONG = 60  # characters from which a cell's column is kept wide enough to be read on a telephone
+
+# Words for columns whose name alone says too little; of others underscores become blanks and endings become units.
+WORDS = {
+    "tau": "acceptance length", "low": "95 % from", "high": "95 % to", "steps": "drafted tokens",
+    "delivered_per_verify": "delivered a verify", "walk_tau": "acceptance length of the walk",
+    "walk_verifies": "verifies of the walk", "walk_accepted": "accepted by the walk", "past_end": "tokens past the end",
+    "where": "first difference", "arch": "architecture", "gpus": "GPUs", "gpu_hours": "GPU hours", "topk": "top-k",
+    "hungriest": "hungriest kernel", "shared_kb": "shared memory (KB)", "limit_kb": "limit (KB)",
+    "spilled": "spilled (bytes a thread)", "load_s": "loading (s)", "speedup": "speed-up", "batch": "sequences at once",
+    "speedup_predicted": "speed-up, predicted", "speedup_measured": "speed-up, measured",
+    "markers_agree": "template's markers agree", "markers_disagree": "template's markers disagree"}
+# Shares, 0 … 1 in the data. Beside another column a name may mean a share, or another one.
+SHARES = {
+    "share": "share (%)", "conditional": "accepted of those reached (%)", "joint": "accepted of all verifies (%)",
+    "first_share": "first drafts accepted (%)", "hit_share": "accepted where it stood (%)",
+    "of_breaks": "of all breaks (%)", "better_share": "prompts with more accepted (%)",
+    "on-policy share": "on-policy share (%)", "argmax share": "argmax share (%)",
+    "share within top 0.9": "share within top 0.9 (%)", "expected at least": "expected at least (%)",
+    **{f"accuracy {k}": f"accuracy {k} (%)" for k in range(1, 17)}}
+BESIDE = {("share", "reached"): "accepted of those reached (%)", ("share", "breaks"): "of all breaks (%)",
+          ("low", "share"): "95 % from (%)", ("high", "share"): "95 % to (%)",
+          ("difference", "measured"): "predicted too high by (%)"}
+UNITS = {"_per_s": "/s", "_s": " (s)", "_kb": " (KB)", "_gb": " (GB)", "_bytes": " (bytes)"}
+
+
+def heading(column: str, columns=()) -> tuple[str, bool]:
+    """(the words a reader sees, whether values are shares to be shown as percent)."""
+    for beside in columns:
+        if (column, beside) in BESIDE:
+            return BESIDE[column, beside], True
+    if column in SHARES:
+        return SHARES[column], True
+    if column in WORDS:
+        return WORDS[column], False
+    for ending, unit in UNITS.items():
+        if column.endswith(ending):
+            return column.removesuffix(ending).replace("_", " ") + unit, False
+    return column.replace("_", " "), False
+
+
+def cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """(headings, rows of texts) of the rows' columns in the order in which they first come up."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    words = [heading(str(column), columns) for column in columns]
+    forms = [percent if share else number for _, share in words]
+    shown = [[form(row.get(column)) for form, column in zip(forms, columns, strict=True)] for row in rows]
+    return [word for word, _ in words], shown
+
+
+def percent(share) -> str:
+    """A share of 0 … 1 as 39.2; what is no number as it is."""
+    share = share.item() if hasattr(share, "item") else share
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or share != share:
+        return number(share)
+    return f"{100 * share:.1f}"
 
 
 def number(value) -> str:
@@ -41,15 +101,17 @@ def span(seconds: float) -> str:
 def table(rows: list[dict], caption: str, strong=()) -> str:
     """An HTML table with caption and column heads; numbers to the right; rows whose index is in `strong` in bold."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = {c for c in columns if any(isinstance(row.get(c), (str, list, dict)) for row in rows)}
-    side = {c: "left" if c in text else "right" for c in columns}
-    style = f"border-bottom:{LINE};padding:3px 12px 3px 0;vertical-align:top"
-    head = "".join(f'<th scope="col" style="{style};text-align:{side[c]}">{escape(str(c))}</th>' for c in columns)
+    heads, texts = cells(rows)
+    style = f"border-bottom:{LINE};padding:3px 12px 3px 0;vertical-align:top;text-align:"
+    sides = ["left" if any(isinstance(row.get(c), (str, list, dict)) for row in rows) else "right" for c in columns]
+    wide = ["min-width:15em;" if any(len(line[i]) > LONG for line in texts) else "" for i in range(len(columns))]
+    head = "".join(f'<th scope="col" style="{style}{side}">{escape(name)}</th>'
+                   for name, side in zip(heads, sides, strict=True))
     body = ""
-    for i, row in enumerate(rows):
+    for i, line in enumerate(texts):
         weight = "font-weight:600;" if i in strong else ""
-        body += "<tr>" + "".join(f'<td style="{style};{weight}text-align:{side[c]}">{escape(number(row.get(c)))}</td>'
-                                 for c in columns) + "</tr>"
+        body += "<tr>" + "".join(f'<td style="{weight}{room}{style}{side}">{escape(text)}</td>'
+                                 for text, room, side in zip(line, wide, sides, strict=True)) + "</tr>"
     style = "caption-side:top;text-align:left;font-weight:600;padding:4px 0"
     return ('<table style="border-collapse:collapse;font-variant-numeric:tabular-nums;margin:6px 0">'
             f'<caption style="{style}">{escape(caption)}</caption>'
@@ -58,17 +120,17 @@ def table(rows: list[dict], caption: str, strong=()) -> str:
 
 def table_text(rows: list[dict], caption: str) -> str:
     """The same table as plain text, for consoles and readers without HTML."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    grid = [[str(c) for c in columns]] + [[number(row.get(c)) for c in columns] for row in rows]
-    widths = [max(len(line[i]) for line in grid) for i in range(len(columns))]
-    lines = ("  ".join(t.ljust(w) for t, w in zip(line, widths, strict=True)).rstrip() for line in grid)
+    heads, texts = cells(rows)
+    widths = [max(len(line[i]) for line in (heads, *texts)) for i in range(len(heads))]
+    lines = ("  ".join(t.ljust(w) for t, w in zip(line, widths, strict=True)).rstrip() for line in (heads, *texts))
     return "\n".join([caption, *lines])
 
 
 def banner(status: str, title: str, sentence: str) -> str:
-    """The verdict on top of a record: a coloured edge, the word beside the colour, one sentence."""
+    """The verdict on top of a record: a coloured edge and word, one sentence."""
     colour = COLOUR[status]
-    style = f"border-left:6px solid {colour};background:{colour}1a;padding:8px 14px;margin:4px 0"
+    style = f"border-left:6px solid {colour};background:rgba(128,128,128,0.12);padding:8px 14px;margin:4px 0"
+    word = f"background:{colour};color:#ffffff;padding:1px 8px;border-radius:4px"
     return (f'<div role="status" style="{style}">'
-            f'<strong style="color:{colour}">{WORD[status]}</strong> &nbsp;<strong>{escape(title)}</strong><br>'
+            f'<strong style="{word}">{WORD[status]}</strong> &nbsp;<strong>{escape(title)}</strong><br>'
             f"{escape(sentence)}</div>")

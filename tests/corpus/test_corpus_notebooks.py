@@ -32,7 +32,7 @@ def rows(tokenizer, seed, count, words=8):
 @pytest.fixture
 def unseen(monkeypatch):
     """Figures are made but not drawn: the larger part of a notebook's seconds."""
-    monkeypatch.setattr("eagle3nb.record.stage.png", lambda _: "")
+    monkeypatch.setattr("eagle3nb.record.figures.png", lambda _: ("", 1))
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class Budget:
     of endpoints and calls; threads may share it. UserError for a bound below 0.
     """
 
-    def __init__(self, tokens: int = 0, requests: int = 0, money: float = 0.0, *, spent: Spent = Spent()):  # noqa: B008
+    def __init__(self, tokens: int = 0, requests: int = 0, money: float = 0.0, *, spent: Spent = Spent()):
         self.bounds = {"tokens": tokens, "requests": requests, "money": money}
         for name, bound in self.bounds.items():
             if not bound >= 0 or math.isinf(bound):
@@ -66,18 +66,33 @@ class Budget:
         """Hold `most` for a request about to be sent: "", or without holding anything "budget tokens" (requests, money)
         where that bound has no room for it beside what is spent and held."""
         with self._lock:
-            after = total([self._spent, *self._held, most])
-            for name, bound in self.bounds.items():
-                if bound and getattr(after, name) > bound * (1 + 1e-12):  # sums of money are rounded
-                    return f"budget {name}"
-            self._held.append(most)
-            return ""
+            lack = self._lack(most)
+            if not lack:
+                self._held.append(most)
+            return lack
 
     def settle(self, most: Spent, actual: Spent) -> None:
         """The request that `most` was held for has cost `actual`. ValueError where nothing of the kind is held."""
         with self._lock:
             self._held.remove(most)
             self._spent += actual
+
+    def again(self, most: Spent, actual: Spent) -> str:
+        """The request that `most` was held for has cost `actual` and is to be sent once more: "", with `most` still held,
+        or where a bound has no room for that, "budget …" with nothing held any more."""
+        with self._lock:
+            self._spent += actual
+            lack = self._lack(Spent())
+            if lack:
+                self._held.remove(most)
+            return lack
+
+    def _lack(self, more: Spent) -> str:
+        after = total([self._spent, *self._held, more])
+        for name, bound in self.bounds.items():
+            if bound and getattr(after, name) > bound * (1 + 1e-12):  # sums of money are rounded
+                return f"budget {name}"
+        return ""
 
     def left(self) -> dict[str, float]:
         """What may still be spent, for each bound that there is."""

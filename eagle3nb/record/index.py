@@ -4,6 +4,8 @@ Both are whole without their script, which only adds sorting and a filter. They 
 setting, and a telephone shows a run as a card.
 """
 
+import base64
+import hashlib
 import json
 from datetime import UTC, datetime
 from html import escape
@@ -11,13 +13,13 @@ from pathlib import Path
 
 from eagle3nb.files import atomic_write
 from eagle3nb.lock import only_one
-from eagle3nb.record import report, runs, tables
+from eagle3nb.record import page, report, runs, tables
 from eagle3nb.record.declared import STAGES, USUAL, stem
 from eagle3nb.record.runs import STEPS, Run, at
 
 STYLE = """
-.bad { color: #b3261e; } .good { color: #1d6b41; } .quiet { color: #5c5c5c; }
-@media (prefers-color-scheme: dark) { .bad { color: #ff8a80; } .good { color: #6fcf97; } .quiet { color: #a8a8a8; } }
+.bad { color: #b3261e; } .good { color: #1d6b41; }
+@media (prefers-color-scheme: dark) { .bad { color: #ff8a80; } .good { color: #6fcf97; } }
 table.list { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .92rem; }
 table.list caption { text-align: left; padding-bottom: .5rem; }
 table.list th, table.list td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0;
@@ -47,6 +49,7 @@ dl.facts dt { color: inherit; opacity: .75; } dl.facts dd { margin: 0; overflow-
   table.list tbody th { font-size: 1.05rem; } table.list td.none { display: none; }
   dl.facts { grid-template-columns: 1fr; } dl.facts dd { margin-bottom: .35rem; }
 }
+table.list tr[hidden] { display: none; }
 @media print { label.filter { display: none; } table.list tr { break-inside: avoid; } }
 """
 
@@ -83,14 +86,16 @@ SCRIPT = """
   });
 })();
 """
-HIDDEN = "table.list tr[hidden] { display: none; }\n"  # a card's display would win over the attribute
 
 
-def page(title: str, links: str, body: str, style: str = STYLE, script: str = "") -> str:
-    """The records' own shell with this style, and a script that the page can do without."""
-    html = report.PAGE.format(title=escape(title), links=links, body=body)
-    html = html.replace("</style>", style + HIDDEN + "</style>", 1)
-    return html.replace("</body>", f"<script>{script}</script></body>", 1) if script else html
+def styled(title: str, links, body: str, script: str = "") -> str:
+    """The records' own shell with the style of lists; `script`, which the page can do without, is all that may run."""
+    html = page.shell(title, links, body).replace("</style>", STYLE + "</style>", 1)
+    if not script:
+        return html
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    html = html.replace(page.POLICY, f"{page.POLICY}; script-src 'sha256-{digest}'", 1)
+    return html.replace("</body>", f"<script>{script}</script></body>", 1)
 
 
 def write_index(folder: Path) -> Path:
@@ -130,7 +135,7 @@ def runs_page(found: list[Run], comparisons: list[Path]) -> str:
         body += f"<h2>Comparisons</h2><ul>{items}</ul>"
     now = datetime.now(UTC)
     body += f'<p class="quiet">As of {now:%Y-%m-%d %H:%M} UTC; written anew at the start and end of a stage.</p>'
-    return page("Runs · eagle3nb", "", body, script=SCRIPT if found else "")
+    return styled("Runs · eagle3nb", [], body, SCRIPT if found else "")
 
 
 def head(text: str, kind: str) -> str:
@@ -209,7 +214,7 @@ def run_page(run: Run, home: bool = True) -> str:
         elif stage in USUAL:
             body += f'<p class="quiet">{stem(stage).replace("_", " ")}: not run</p>'
     body += acceptance_part(run)
-    return page(f"Run {run.name}", '<a href="../index.html">all runs</a>' if home else "", body)
+    return styled(f"Run {run.name}", [("../index.html", "all runs")] if home else [], body)
 
 
 def facts(run: Run) -> str:
@@ -258,8 +263,13 @@ def acceptance_part(run: Run) -> str:
         return ""
     body = "<h2>Acceptance length</h2>" + tables.table(
         [{"drafted tokens": r["steps"], **told(r)} for r in total], "All sources, by drafted tokens a verify")
-    return body + (tables.table([{"source": r.get("source"), **told(r)} for r in apart],
-                                f"By source, {steps} drafted tokens") if apart else "")
+    return body + (framed([{"source": r.get("source"), **told(r)} for r in apart],
+                          f"By source, {steps} drafted tokens") if apart else "")
+
+
+def framed(rows: list[dict], caption: str) -> str:
+    """A table in a strip that scrolls by itself where the page is narrow."""
+    return page.strip(tables.table(rows, caption))
 
 
 def told(row: dict) -> dict:

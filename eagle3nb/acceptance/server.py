@@ -72,20 +72,20 @@ class Server:
 
 @contextmanager
 def start(target_dir: str | Path, *, drafter_dir: str | Path | None = None, steps: int = 0, engine_args=(),
-          port: int = 0, dtype: str = "", tensor_parallel: int = 1, timeout_s: float = 3600):
+          port: int = 0, dtype: str = "", tensor_parallel: int = 1, text: bool = False, timeout_s: float = 3600):
     """A Server of the target for the length of a block: `with server.start(folder, drafter_dir=…, steps=3) as served:`
 
     With drafter_dir (an export) it drafts chains of `steps` tokens. port 0: a free one; it listens to this machine
     alone. dtype as SGLang spells it ("float32", "bfloat16"); empty: SGLang's choice, on a CPU float32. engine_args:
-    more of SGLang's arguments, "name=value". Prompts do not help one another (no radix cache). It ends with the block,
-    and with this process, however that ends. UserError where the drafter does not fit, or with SGLang's own reason and
-    the place of its log where the server does not start.
+    more of SGLang's arguments, "name=value". text: with its tokenizer, so that it chats too. Prompts do not help one
+    another (no radix cache). It ends with the block, and with this process, however that ends. UserError where the
+    drafter does not fit, or with SGLang's own reason and the place of its log where the server does not start.
     """
     target, cpu = Path(target_dir).resolve(), not torch.cuda.is_available()
     check_drafter(drafter_dir, target, steps)
     arguments = launch_arguments(target, drafter_dir, steps, free_port(port), dtype or ("float32" if cpu else ""),
                                  tensor_parallel, cpu)
-    arguments |= extra(engine_args, OURS, "the comparison itself")
+    arguments |= {"skip_tokenizer_init": not text} | extra(engine_args, OURS, "the comparison itself")
     url, interpreter = f"http://{HERE}:{arguments['port']}", python()
     folder, handle = states_folder()
     log = new_log(f"server-{folder.name.removeprefix('states-')}")

@@ -78,8 +78,8 @@ class Budget:
             self._spent += actual
 
     def again(self, most: Spent, actual: Spent) -> str:
-        """The request that `most` was held for has cost `actual` and is to be sent once more: "", with `most` still held,
-        or where a bound has no room for that, "budget …" with nothing held any more."""
+        """The request that `most` was held for has cost `actual` and is to be sent once more: "", with `most` still
+        held; or "budget …" where a bound has no room for that, and nothing is held any more."""
         with self._lock:
             self._spent += actual
             lack = self._lack(Spent())

@@ -135,7 +135,7 @@ class Endpoint:
     """What OpenAIEndpoint and SGLangEndpoint share: tries, budget, and the loop that asks.
 
     A kind has the `path` that is posted to, what is posted there (`body`), and how the JSON that comes back is read
-    (`read`, which raises Fault). url: the API's base address. key_variable: the environment variable that holds its key.
+    (`read`, which raises Fault). url: the API's base address. key_variable: the environment variable with its key.
     concurrency: requests at once. timeout_s: for one answer, from the first byte sent to the last received. retries:
     further tries of a request that failed in a way that may pass. prices: {"prompt": per million tokens, "completion":
     …}. count_tokens(text): for estimates, where ids are not at hand; called in two threads; default: a third of the
@@ -146,7 +146,7 @@ class Endpoint:
 
     def __init__(self, url: str, *, key_variable: str = "", concurrency: int = 8, timeout_s: float = 600,
                  retries: int = 5, prices: dict | None = None, budget: Budget | None = None,
-                 count_tokens: Callable[[str], int] | None = None, clock: Clock = Clock()):
+                 count_tokens: Callable[[str], int] | None = None, clock: Clock | None = None):
         self.address = Address(url, key_variable)
         if not 1 <= concurrency <= MOST_AT_ONCE:
             raise UserError(f"concurrency is {concurrency}; choose 1 to {MOST_AT_ONCE}")
@@ -157,7 +157,7 @@ class Endpoint:
         if self.budget.bounds["money"] and not any(self.prices.values()):
             raise UserError('budget_money needs prices, {"prompt": per million tokens, "completion": …}: without them '
                             "nobody knows beforehand what an answer may cost")
-        self.count_tokens, self.clock = count_tokens or a_third_of_bytes, clock
+        self.count_tokens, self.clock = count_tokens or a_third_of_bytes, clock or Clock()
         self._open_at = -math.inf  # by clock.now: when the server wants to be asked again
 
     def answer(self, asks, sampling: Sampling, done, *, what: str = "asked", expected: int = 0) -> Counts:

@@ -79,7 +79,9 @@ def parsed(text: str, now: float, key: str = "") -> dict:
     if error:
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 600:
-            raise of_status(code, text, {}, now, key)
+            fault = of_status(code, text, {}, now, key)
+            fault.billed = True  # the model had begun
+            raise fault
         raise Fault("error in the answer", words(text, key), again=True, billed=True)
     return redacted(value, key)
 

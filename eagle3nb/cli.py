@@ -20,7 +20,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("profile", help="a folder of params/, or a path to one")
     run.add_argument("--run", default="", metavar="NAME", help="name of the run, and of its folder under outputs/")
     run.add_argument("--stages", default="", metavar="A,B",
-                     help="only these of audit, merge, extraction, training, evaluation")
+                     help="only these of synthesis, audit, merge, extraction, training, evaluation; "
+                          "synthesis runs only where it is named")
     run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"),
                      help="set a parameter in every stage that declares it")
     run.add_argument("--force", action="store_true", help="run the stages even where nothing changed")

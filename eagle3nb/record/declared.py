@@ -20,7 +20,8 @@ import yaml
 from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, resolve, shown
 
-STAGES = ("audit", "merge", "extraction", "training", "evaluation")
+STAGES = ("synthesis", "audit", "merge", "extraction", "training", "evaluation")
+USUAL = STAGES[1:]  # what runs where no stage is named: synthesis may cost money and hours, and so wants to be named
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Parameter:
 
 def stem(stage: str) -> str:
     """`audit` → `1_audit`: the name of the notebook and of its records."""
-    return f"{STAGES.index(stage) + 1}_{stage}"
+    return f"{STAGES.index(stage)}_{stage}"
 
 
 def notebook_of(stage: str) -> Path:

@@ -12,7 +12,7 @@ import yaml
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, resolve, shown
-from eagle3nb.record.declared import STAGES, coerce, declared, notebook_of
+from eagle3nb.record.declared import STAGES, USUAL, coerce, declared, notebook_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def declarations() -> dict[str, dict]:
     return {stage: declared(notebook_of(stage)) for stage in STAGES if notebook_of(stage).exists()}
 
 
-def load(profile: str, stages=STAGES, overrides=(), run: str = "") -> dict[str, Settings]:
+def load(profile: str, stages=USUAL, overrides=(), run: str = "") -> dict[str, Settings]:
     """{stage: Settings} of the chosen stages. `overrides`: (name, text) pairs of the command line, which win.
 
     The run's name is `run`, else the profile's, else the profile folder's. UserError for an unknown file, stage, name,
@@ -140,9 +140,9 @@ def check_common(common: dict, known: dict, origin: str) -> None:
 
 
 def chosen_stages(text: str) -> tuple[str, ...]:
-    """`audit,merge` → the stages in their order; all for an empty text."""
+    """`audit,merge` → the stages in their order; for an empty text all but synthesis, which has to be named."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in STAGES:
             raise UserError(f"--stages: no stage {name!r}{nearest(name, STAGES)} (stages: {', '.join(STAGES)})")
-    return tuple(s for s in STAGES if s in names) if names else STAGES
+    return tuple(s for s in STAGES if s in names) if names else USUAL

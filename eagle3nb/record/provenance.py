@@ -27,7 +27,8 @@ PACKAGES = ("torch", "transformers", "numpy", "papermill", "ipykernel", "sglang"
 # The layers that each stage computes with, and the modules under all of them: a change elsewhere (a new figure in the
 # evaluation, this record layer) changes no result of it, and does not cost another ten hours of training.
 BASE = ("errors.py", "files.py", "progress.py", "lock.py")
-LAYERS = {"audit": ("corpus", "states", "drafter", "acceptance"), "merge": ("corpus", "states", "acceptance"),
+LAYERS = {"synthesis": ("corpus", "states", "acceptance", "synthesis"),
+          "audit": ("corpus", "states", "drafter", "acceptance"), "merge": ("corpus", "states", "acceptance"),
           "extraction": ("corpus", "states"), "training": ("corpus", "states", "drafter"),
           "evaluation": ("corpus", "states", "drafter", "acceptance")}
 

@@ -125,7 +125,7 @@ class Stage:
         self.parameters = {n: values[n] for n in self.declared}
         self.paths = paths_of(self.parameters.get("run", "demo"), self.parameters.get("work_dir", ""))
         self.twin_path = self.paths.run / f"{stem(name)}.json"
-        self.title = f"{STAGES.index(name) + 1} {name} · run {self.parameters.get('run', 'demo')}"
+        self.title = f"{STAGES.index(name)} {name} · run {self.parameters.get('run', 'demo')}"
         self.scrub = scrubber(self.parameters)
         self.meter, self.finished = Meter(), False
         self.twin = {"stage": name, "status": "failed", "error": "did not finish", "parameters": {}, "provenance": {},

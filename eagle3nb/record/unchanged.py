@@ -33,6 +33,8 @@ def why_run(stage: str, parameters: dict, paths: Paths) -> str:
         return "the package's code changed"
     if twin["result"].get("planned") and resolve(parameters["data_root"]).exists():
         return "the data that it planned for is there now"
+    if twin["result"].get("incomplete"):
+        return "it was left incomplete"
     return changed_file(twin, parameters)
 
 

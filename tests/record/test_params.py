@@ -127,6 +127,8 @@ def test_wrong_names_on_the_command_line(project):
         with pytest.raises(UserError, match=said):
             call()
     assert chosen_stages("merge, audit") == ("audit", "merge")
+    assert chosen_stages("merge,synthesis") == ("synthesis", "merge")
+    assert chosen_stages("") == ("audit", "merge", "extraction", "training", "evaluation")  # what may cost money
 
 
 def test_yaml_is_read_as_papermill_reads_it():

@@ -145,12 +145,14 @@ def test_every_change_is_a_reason_to_run(finished, monkeypatch):
 
 def test_code_counts_for_the_stages_that_compute_with_it(tmp_path, monkeypatch):
     package = tmp_path / "eagle3nb"
-    for name in ("files.py", "record/run.py", "corpus/merge.py", "drafter/train.py", "acceptance/decode.py"):
+    for name in ("files.py", "record/run.py", "corpus/merge.py", "drafter/train.py", "acceptance/decode.py",
+                 "synthesis/answers.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("before")
     monkeypatch.setattr(provenance.eagle3nb, "__file__", str(package / "__init__.py"))
     for name, touched in (("record/run.py", set()), ("files.py", set(STAGES)),
-                          ("acceptance/decode.py", {"audit", "merge", "evaluation"}),
+                          ("acceptance/decode.py", {"synthesis", "audit", "merge", "evaluation"}),
+                          ("synthesis/answers.py", {"synthesis"}),
                           ("drafter/train.py", {"audit", "training", "evaluation"}), ("corpus/merge.py", set(STAGES))):
         before = {stage: provenance.code_hash(stage) for stage in STAGES}
         (package / name).write_text("after")

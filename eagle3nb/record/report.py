@@ -1,32 +1,17 @@
-"""What is left for people after a stage: the finished notebook, its page without code, and index.html over the five.
+"""What is left for people after a stage: the finished notebook and its page without code. The indexes: index.py.
 
-The pages need nothing from the network, no script, and follow the reader's light or dark setting. Everything in them
-comes from the executed notebook and its JSON twin.
+Everything in them comes from the executed notebook and its JSON twin.
 """
 
 import json
 import os
-import re
-from html import escape
 from pathlib import Path
 
 from eagle3nb.files import atomic_write, read_json, shown
 from eagle3nb.record import tables
 from eagle3nb.record.declared import STAGES, notebook_of, stem
+from eagle3nb.record.page import page, shell
 from eagle3nb.record.provenance import scrubbed
-
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
-<title>{title}</title><style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 1.5rem auto; padding: 0 1rem; }}
-nav {{ font-size: .9rem; margin-bottom: 1rem; }} nav a {{ margin-right: 1rem; }}
-img, svg {{ max-width: 100%; height: auto; }} img {{ background: #fff; }}
-pre {{ overflow-x: auto; font-size: .85rem; white-space: pre-wrap; }}
-main div {{ overflow-x: auto; }} .anchor-link {{ display: none; }}
-.ansi-red-fg {{ color: #d0312d; }} .ansi-bold {{ font-weight: bold; }}
-</style></head><body><nav aria-label="records">{links}</nav><main>{body}</main></body></html>
-"""
 
 
 def finish_notebook(partial: Path, stage: str, twin: dict, again: str, scrub) -> dict:
@@ -76,62 +61,35 @@ def verdict_html(twin: dict, again: str) -> str:
     return tables.banner(twin["status"], title, sentence)
 
 
-def page(book: str, twin: dict) -> str:
-    """The notebook (its JSON text) as HTML without code. Figures keep their alt text; scripts are left out."""
-    import nbformat  # seconds to import, all three; `status` and a run of nothing new have no need of them
-    from nbconvert.exporters import HTMLExporter
-    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
-
-    exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True,
-                            exclude_output_prompt=True)
-    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
-    body, _ = exporter.from_notebook_node(nbformat.reads(book, as_version=4))
-    body = re.sub(r"<script\b.*?</script>", "", body, flags=re.DOTALL | re.IGNORECASE)
-    name = stem(twin["stage"])
-    links = "".join(f'<a href="{target}">{text}</a>' for target, text in (
-        ("index.html", "all stages"), (f"{name}.ipynb", "notebook"), (f"{name}.json", "data (JSON)")))
-    return PAGE.format(title=f"{name} · {escape(str(twin['parameters'].get('run', '')))}", links=links, body=body)
-
-
 def write_records(folder: Path, book: dict, twin: dict) -> None:
     """<n>_<stage>.html and .ipynb, each whole or not at all, and write-protected: opening one must not change it."""
     source = json.dumps(book, indent=1, ensure_ascii=False) + "\n"
-    for suffix, text in ((".html", page(source, twin)), (".ipynb", source)):
-        path = folder / (stem(twin["stage"]) + suffix)
-        with atomic_write(path) as handle:
-            handle.write(text)
-        os.chmod(path, 0o444)
+    for suffix, text in ((".html", page(book, twin)), (".ipynb", source)):
+        write_protected(folder / (stem(twin["stage"]) + suffix), text)
+
+
+def write_protected(path: Path, text: str) -> None:
+    with atomic_write(path) as handle:
+        handle.write(text)
+    os.chmod(path, 0o444)
+
+
+def retire_records(folder: Path, twin: dict, again: str) -> None:
+    """Before a stage runs once more: what its last execution left must not be taken for this one, however this ends.
+
+    `twin`: the unfinished one. Its page says so until `write_records` has a better one, after a kill -9 for good.
+    """
+    name, run = stem(twin["stage"]), str(twin["parameters"].get("run", ""))
+    sentence = "has not ended yet. If nothing runs any more, it was killed"
+    banner = tables.banner("running", f"{name.replace('_', ' ')} · run {run}",
+                           sentence + (f"; to resume: {again}" if again else ""))
+    (folder / f"{name}.ipynb").unlink(missing_ok=True)
+    links = (("index.html", "all stages"), (f"{name}.json", "data (JSON)"))
+    body = f"<h1>{twin['stage'].capitalize()}</h1>{banner}"
+    write_protected(folder / f"{name}.html", shell(f"{name} · {run}", links, body))
 
 
 def twins(folder: Path) -> dict[str, dict]:
     """{stage: twin} of the stages that have one."""
     found = {stage: folder / f"{stem(stage)}.json" for stage in STAGES}
     return {stage: read_json(path) for stage, path in found.items() if path.exists()}
-
-
-def key_figures(result: dict) -> str:
-    """The first numbers of a result, as they stand: `records 820 · tokens 84,512`."""
-    numbers = {k: v for k, v in result.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-    return " · ".join(f"{k.replace('_', ' ')} {tables.number(v)}" for k, v in list(numbers.items())[:5])
-
-
-def write_index(folder: Path) -> Path:
-    """index.html over the stages: status, verdict, time, key figures, links, and the acceptance lengths."""
-    known = twins(folder)
-    body = f"<h1>Run {escape(folder.name)}</h1>"
-    for stage in STAGES:
-        if stage not in known:
-            body += f'<p style="opacity:.6">{stem(stage).replace("_", " ")}: not run</p>'
-            continue
-        twin, name = known[stage], stem(stage)
-        body += verdict_html(twin, "")
-        body += f'<p><a href="{name}.html">report</a> · ' if (folder / f"{name}.html").exists() else "<p>"
-        body += f'<a href="{name}.ipynb">notebook</a> · ' if (folder / f"{name}.ipynb").exists() else ""
-        body += f'<a href="{name}.json">data (JSON)</a> &nbsp; {escape(key_figures(twin["result"]))}</p>'
-    rows = known.get("evaluation", {}).get("result", {}).get("acceptance", [])
-    total = [row for row in rows if row.get("source") == "all"]
-    body += tables.table(total, "Acceptance length by draft steps") if total else ""
-    path = folder / "index.html"
-    with atomic_write(path) as handle:
-        handle.write(PAGE.format(title=f"Run {escape(folder.name)}", links="", body=body))
-    return path

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from eagle3nb.files import project_root, read_json, shown, write_json
 from eagle3nb.lock import only_one
-from eagle3nb.record import console, report
-from eagle3nb.record.declared import STAGES, notebook_hash, notebook_of, stem
+from eagle3nb.record import console, index, report
+from eagle3nb.record.declared import USUAL, notebook_hash, notebook_of, stem
 from eagle3nb.record.family import MARK, end_family
 from eagle3nb.record.params import Settings, load
 from eagle3nb.record.provenance import parameters_hash, scrubber, shareable
@@ -32,7 +32,7 @@ class Stopped(BaseException):
     """A signal or the time limit: the message says which."""
 
 
-def run(profile: str, *, name: str = "", stages=STAGES, overrides=(), force: bool = False, minutes: float = 0) -> int:
+def run(profile: str, *, name: str = "", stages=USUAL, overrides=(), force: bool = False, minutes: float = 0) -> int:
     """Runs the stages of a profile; returns the exit code. `minutes`: limit of the whole command, 0 for none.
 
     UserError before anything is started: unknown profile, parameter or stage, a value of the wrong type, a run that is
@@ -43,7 +43,7 @@ def run(profile: str, *, name: str = "", stages=STAGES, overrides=(), force: boo
     paths = paths_of(full.get("run", "demo"), full.get("work_dir", ""))
     deadline = time.monotonic() + 60 * minutes if minutes else float("inf")
     command = shlex.join(["eagle3nb", "run", profile, *(["--run", name] if name else []),
-                          *(["--stages", ",".join(stages)] if stages != STAGES else []),
+                          *(["--stages", ",".join(stages)] if stages != USUAL else []),
                           *(word for n, v in overrides for word in ("-p", n, v))])
     with locked(paths), locked_work(paths):
         try:
@@ -61,7 +61,7 @@ def run(profile: str, *, name: str = "", stages=STAGES, overrides=(), force: boo
         except Stopped as stopped:  # between two stages
             console.warn(str(stopped))
             return 1
-        print(f"\nOpen {shown(report.write_index(paths.run))}", flush=True)
+        print(f"\nOpen {shown(index.write_index(paths.run))}", flush=True)
     return 0
 
 
@@ -121,17 +121,19 @@ class Execution:
         """Executes, settles the verdict, writes the records; returns the twin. Nothing started here is left running."""
         for path in (self.partial, self.outcome, self.progress):
             path.unlink(missing_ok=True)
-        write_json(self.twin_path, self.unfinished("did not finish"))
+        twin = self.unfinished("did not finish")
+        write_json(self.twin_path, twin)
+        report.retire_records(self.paths.run, twin, self.command)
         write_json(self.state / "status.json", {"stage": self.stage, "pid": os.getpid(), "started": time.time(),
                                                 "work": str(self.paths.work)})
-        report.write_index(self.paths.run)
+        index.write_index(self.paths.run)
         console.starts(self.stage, reason)
         error = self.execute()
         twin = self.verdict(error)
         book = report.finish_notebook(self.partial, self.stage, twin, self.command, self.scrub)
         report.write_records(self.paths.run, book, twin)
         self.partial.unlink(missing_ok=True)
-        report.write_index(self.paths.run)
+        index.write_index(self.paths.run)
         return twin
 
     def execute(self) -> str:

@@ -1,6 +1,5 @@
 """`eagle3nb status RUN`: follows a headless run from another terminal; it only reads, so it disturbs nothing."""
 
-import fcntl
 import json
 import os
 import time
@@ -11,6 +10,7 @@ from eagle3nb.files import shown
 from eagle3nb.record import console
 from eagle3nb.record.report import twins
 from eagle3nb.record.run import state_folder
+from eagle3nb.record.runs import held
 from eagle3nb.record.stage import paths_of
 from eagle3nb.record.tables import number, span
 
@@ -23,7 +23,7 @@ def status(run: str, once: bool = False, every: float = 2.0) -> int:
         raise UserError(f"no run {run!r} in outputs/ (runs: {', '.join(known) or 'none'})")
     before = ""
     while True:
-        running = is_running(state_folder(paths) / "lock")
+        running = held(state_folder(paths) / "lock")
         text = picture(paths.run, state_folder(paths), running)
         if text != before:
             print(text, flush=True)
@@ -31,18 +31,6 @@ def status(run: str, once: bool = False, every: float = 2.0) -> int:
         if once or not running:
             return 0
         time.sleep(every)
-
-
-def is_running(lock: Path) -> bool:
-    """Whether a runner holds the lock. Asked with a shared lock, given back at once."""
-    try:
-        with open(lock) as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
 
 
 def picture(folder: Path, state: Path, running: bool) -> str:

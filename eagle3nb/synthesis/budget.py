@@ -29,13 +29,6 @@ class Spent:
                      self.completion_tokens + other.completion_tokens, self.money + other.money)
 
 
-def total(parts) -> Spent:
-    """The sum of Spents, money without rounding on the way."""
-    parts = list(parts)
-    return Spent(sum(p.requests for p in parts), sum(p.prompt_tokens for p in parts),
-                 sum(p.completion_tokens for p in parts), math.fsum(p.money for p in parts))
-
-
 class Budget:
     """Bounds on `tokens` (prompts' and answers'), `requests` (every try, failed ones too) and `money`; 0: none.
 
@@ -60,7 +53,7 @@ class Budget:
     def held(self) -> Spent:
         """What requests under way may still cost."""
         with self._lock:
-            return total(self._held)
+            return sum(self._held, Spent())
 
     def reserve(self, most: Spent) -> str:
         """Hold `most` for a request about to be sent: "", or without holding anything "budget tokens" (requests, money)
@@ -88,7 +81,7 @@ class Budget:
             return lack
 
     def _lack(self, more: Spent) -> str:
-        after = total([self._spent, *self._held, more])
+        after = sum([*self._held, more], self._spent)
         for name, bound in self.bounds.items():
             if bound and getattr(after, name) > bound * (1 + 1e-12):  # sums of money are rounded
                 return f"budget {name}"

@@ -259,6 +259,8 @@ class Endpoint:
                 self.budget.settle(most, answer.spent)
                 return replace(answer, seconds=time.perf_counter() - began, retries=tuple(tries),
                                spent=spent + answer.spent), None
+            if fault.after is not None:  # what the server asks for is asked of all
+                self._open_at = max(self._open_at, self.clock.now() + min(fault.after, LONGEST_PAUSE))
             cost = most if fault.billed else Spent(requests=1)
             spent += cost
             if not fault.again or len(tries) == self.retries:
@@ -268,15 +270,8 @@ class Endpoint:
             tries.append(fault.reason)
             if lack := self.budget.again(most, cost):
                 return Answer(ask.key, "skipped", lack, str(fault), retries=tuple(tries), spent=spent), None
-            await self._wait(len(tries), fault)
-
-    async def _wait(self, tries: int, fault: Fault) -> None:
-        """Before another try: what the server asks for, of all who ask it; else at random up to a doubling limit (full
-        jitter, so that those who failed together do not come back together)."""
-        if fault.after is not None:
-            self._open_at = max(self._open_at, self.clock.now() + min(fault.after, LONGEST_PAUSE))
-        else:
-            await self.clock.sleep(self.clock.draw(0, min(FIRST_WAIT * 2.0 ** (tries - 1), LONGEST_WAIT)))
+            if fault.after is None:  # full jitter: those who failed together do not come back together
+                await self.clock.sleep(self.clock.draw(0, min(FIRST_WAIT * 2.0 ** (len(tries) - 1), LONGEST_WAIT)))
 
     # ------------------------------------------------------------------------------------- what the user is told
 

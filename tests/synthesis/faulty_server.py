@@ -5,7 +5,8 @@
         server.seen      # Seen(seed, tries so far, deed, path, body, key) of every request, in order
 
 A request is known by its seed: the first is met with the first deed of its seed's list, and so on; after them, and for
-other seeds, "good". Nothing here waits for a time: "slow" holds the request until the client has gone away.
+other seeds, "good". Nothing here waits for a time: "slow" holds the request until the client has gone away, and so
+does "drip", with a byte now and then.
 """
 
 import json
@@ -53,7 +54,7 @@ CHANGES = {  # of a chat's message, and its finish_reason
     "empty": ({"content": ""}, "stop"),
     "broken off": ({}, "error")}
 ENDS = {"length": {"type": "length", "length": 3}, "abort": {"type": "abort", "message": "Aborted"}}
-OTHERS = {"good", "no usage", "cost", "drop", "slow", "not json", "half", "echo", "echo in an error"}
+OTHERS = {"good", "no usage", "cost", "drop", "slow", "drip", "not json", "half", "echo", "echo in an error"}
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,10 @@ class Handler(BaseHTTPRequestHandler):
             while not outer.closing.is_set() and not select.select([self.connection], [], [], 0.02)[0]:
                 pass
             self.end()
+        elif deed == "drip":
+            self.write(200, b"", {"Content-Length": "1000000"})
+            while not outer.closing.wait(0.02):
+                self.wfile.write(b" ")
         elif deed == "not json":
             self.write(200, b"<html>Bad gateway</html>")
         elif deed == "half":

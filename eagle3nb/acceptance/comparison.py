@@ -55,6 +55,10 @@ def _aligned(name: str, table: pd.DataFrame, baseline: str, other: pd.DataFrame)
         raise UserError(f"drafters {baseline} and {name} saw different answers to {source}/{prompt} "
                         f"({other['tokens'][source, prompt]} and {table['tokens'][source, prompt]} tokens); evaluate "
                         "both with the same target and settings")
+    if "text" in table and "text" in other and (unequal := table["text"] != other["text"]).any():
+        source, prompt = table.index[unequal.to_numpy()][0]
+        raise UserError(f"drafters {baseline} and {name} saw different answers to {source}/{prompt} of as many tokens; "
+                        "evaluate both with the same target and settings")
     return table
 
 

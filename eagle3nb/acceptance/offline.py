@@ -15,6 +15,7 @@ from eagle3nb.corpus.masks import counted_slots
 from eagle3nb.drafter import metrics, ttt
 from eagle3nb.errors import UserError
 from eagle3nb.progress import progress
+from eagle3nb.states.target import digest
 
 COUNTS = ["verifies", "accepted", "delivered"]
 
@@ -102,15 +103,15 @@ def length_batches(lengths: list[int], batch_tokens: int) -> list[list[int]]:
 
 
 def counts(found: list[Chains], steps: list[int]) -> pd.DataFrame:
-    """A row a prompt and number of steps: id, source, looping, steps, tokens, verifies, accepted, delivered."""
-    rows = []
-    for chain in found:
-        for number in steps:
-            walk, answer = chain.walk(number), chain.answer
-            rows.append({"id": answer.id, "source": answer.source, "looping": answer.looping, "steps": number,
-                         "tokens": len(answer.ids), "verifies": walk.verifies, "accepted": walk.accepted,
-                         "delivered": walk.delivered})
-    return pd.DataFrame(rows)
+    """A row a prompt and number of steps: id, text, source, looping, steps, tokens, verifies, accepted, delivered."""
+    return pd.DataFrame([tally(chain.answer, number, chain.walk(number)) for chain in found for number in steps])
+
+
+def tally(answer, steps: int, walk) -> dict:
+    """A row of `counts`. `text`: hash of prompt and answer, by which another run's row is known to be of the same."""
+    return {"id": answer.id, "text": digest([answer.prompt, answer.ids]), "source": answer.source,
+            "looping": answer.looping, "steps": steps, "tokens": len(answer.ids), "verifies": walk.verifies,
+            "accepted": walk.accepted, "delivered": walk.delivered}
 
 
 def interval(accepted, verifies, *, bootstrap: int, seed: int, level: float = 0.95) -> tuple[float, float]:

@@ -167,18 +167,5 @@ def counts(found: list[Chances], steps: list[int], drafts: str) -> pd.DataFrame:
 
     drafts: "argmax" or "sampled".
     """
-    rows = []
-    for chain in found:
-        for number in steps:
-            walk, answer = chain.walk(number, drafts), chain.answer
-            rows.append({"id": answer.id, "source": answer.source, "looping": answer.looping, "steps": number,
-                         "tokens": len(answer.ids), "verifies": walk.verifies, "accepted": walk.accepted,
-                         "delivered": walk.delivered})
-    return pd.DataFrame(rows)
-
-
-def by_position(found: list[Chances], steps: int, drafts: str) -> list[dict]:
-    """Rows as of offline.by_position, of expected counts."""
-    walks = [chain.walk(steps, drafts) for chain in found]
-    accepted = sum((walk.per_position for walk in walks), np.zeros(steps))
-    return offline.positions(sum(walk.verifies for walk in walks), accepted)
+    return pd.DataFrame([offline.tally(chain.answer, number, chain.walk(number, drafts))
+                         for chain in found for number in steps])

@@ -115,5 +115,9 @@ def test_other_prompts_are_refused():
         comparison.compare({"a": table, "b": counts([1, 2])}, "a", 3, bootstrap=9, seed=1)
     with pytest.raises(UserError, match="not evaluated on the same prompts"):
         comparison.compare({"a": table, "b": table.assign(source="code")}, "a", 3, bootstrap=9, seed=1)
+    texts = table.assign(text=["x", "y", "z"])
+    assert len(comparison.compare({"a": texts, "b": texts, "c": table}, "a", 3, bootstrap=9, seed=1)) == 6
+    with pytest.raises(UserError, match="a and b saw different answers to chat/p2 of as many tokens"):
+        comparison.compare({"a": texts, "b": texts.assign(text=["x", "y", "w"])}, "a", 3, bootstrap=9, seed=1)
     with pytest.raises(UserError, match=r"different answers to chat/p1 \(9 and 8 tokens\)"):
         comparison.compare({"a": table, "b": counts([1, 2, 3], tokens=[9, 8, 9])}, "a", 3, bootstrap=9, seed=1)

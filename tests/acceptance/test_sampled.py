@@ -250,9 +250,6 @@ def test_rows_like_those_of_greedy_answers(world):
     rows = offline.acceptance(counts["sampled"], bootstrap=50, seed=1)
     assert [r["source"] for r in rows] == ["all", "even", "odd"] * 2 and rows[0]["low"] < rows[0]["tau"]
     assert offline.sentence(rows[3]) and offline.console(rows, 5)
-    assert sampled.by_position(found, 5, "argmax") == offline.by_position(plain, 5)
-    assert sampled.by_position(found, 5, "sampled")[0]["joint"] == pytest.approx(
-        offline.by_position(plain, 5)[0]["joint"], abs=0.02)
     for chain, other in zip(found, plain, strict=True):
         assert np.array_equal(chain.drafted, other.drafted)
     with pytest.raises(UserError, match="drafts is 'greedy'; choose one of argmax, sampled"):

@@ -258,27 +258,3 @@ def verdict(rows: list[dict]) -> str:
     if equal == len(rows):
         return f"a real decode of {equal} prompts gave the same text and counts, verify by verify"
     return f"a real decode equals the walk on {equal} of {len(rows)} prompts; {len(rows) - equal} parted at a near tie"
-
-
-def against_alone(target, answers, decodes: list[Decode], steps: int, max_new_tokens: int) -> list[dict]:
-    """`speeds` of the decodes and of the target alone on the same prompts (pass a few: this decodes them again)."""
-    if not answers:
-        return []
-    alone = decode_all(target, None, answers, 0, max_new_tokens)
-    return speeds({"target alone": alone, f"{steps} drafted tokens": decodes})
-
-
-def speeds(runs: dict[str, list[Decode]]) -> list[dict]:
-    """Rows of tokens a second after the prefill, one a run of the same prompts; speed-up against the first run.
-
-    One sequence at a time and plain PyTorch: it tells the machine's ratio of drafts to verifies, not an engine's speed.
-    """
-    rows = []
-    for name, decodes in runs.items():
-        tokens, seconds = sum(len(d.ids) - 1 for d in decodes), sum(d.decode_s for d in decodes)
-        rate = tokens / seconds if seconds else 0.0
-        first = rows[0]["tokens_per_s"] if rows else rate
-        rows.append({"decode": name, "prompts": len(decodes), "tokens": tokens,
-                     "verifies": sum(len(d.accepted) for d in decodes), "seconds": seconds, "tokens_per_s": rate,
-                     "speedup": rate / first if first else None})
-    return rows

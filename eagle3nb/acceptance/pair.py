@@ -32,9 +32,15 @@ def check_pair(drafter_dir: str | Path, target_dir: str | Path) -> dict:
 
 
 def load_drafter(drafter_dir: str | Path, target_dir: str | Path) -> DraftModel:
-    """The drafter in float32 over the target's embedding, for reading only; checked to be this target's."""
+    """The drafter in float32 over the target's embedding, for reading only; checked to be this target's, and numbers.
+
+    A weight that is none would not stop a walk: argmax takes NaN for the largest logit, and every chain breaks quietly.
+    """
     check_pair(drafter_dir, target_dir)
-    return DraftModel.load(drafter_dir, embedding(target_dir)).float().eval().requires_grad_(False)
+    drafter = DraftModel.load(drafter_dir, embedding(target_dir)).float().eval().requires_grad_(False)
+    if bad := [name for name, weight in drafter.named_parameters() if not weight.isfinite().all()]:
+        raise UserError(f"{shown(drafter_dir)}: {bad[0]} holds NaN or infinite weights; train again")
+    return drafter
 
 
 def counts_of(drafter_dir: str, target_dir: Path, target, taken, steps: int):

@@ -54,7 +54,8 @@ def load(names: str | list[str], limit: int = 0) -> list[Prompt]:
     UserError where a set's package is not installed, with the command that does it.
     """
     names = [names] if isinstance(names, str) else list(names)
-    if not names or len(set(names)) < len(names):
+    places = {name if name in PACKAGES else resolve(name).resolve() for name in names}  # a file may go by two paths
+    if not names or len(places) < len(names):
         raise UserError(f"prompts: {', '.join(names) or 'no set'}: name at least one set or file, each once")
     sets, missing = prompt_sets(names)
     if missing:

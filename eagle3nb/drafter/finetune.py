@@ -1,7 +1,7 @@
 """Fine-tuning: training starts from an EAGLE-3 checkpoint that is there already, its draft vocabulary included.
 
-    chosen = finetune.vocabulary(initialise, facts)      # D is the checkpoint's: checked, never remade
-    rows = finetune.report(finetune.read(initialise, facts), facts, counts, forced)
+    found = finetune.read(initialise, facts)             # found.vocabulary is the run's: checked, never remade
+    rows = finetune.report(found, facts, counts, forced)
 
 Read are folders with config.json and safetensors in SGLang's layout (export.py, SpecForge), the same tensors under
 `model.` or `layers.0.` and speculators' nested config, and what stage 4 keeps as drafter/. A checkpoint's heads, width
@@ -98,11 +98,6 @@ def start(settings, facts: TargetFacts, embedding: Tensor, ids) -> Checkpoint:
 def load(model: DraftModel, checkpoint: Checkpoint) -> None:
     """Its weights into a model of its config, in place, in the model's dtype."""
     model.load_state_dict(checkpoint.tensors)
-
-
-def vocabulary(folder: str | Path, facts: TargetFacts) -> Vocabulary:
-    """The checkpoint's draft vocabulary, which is the run's."""
-    return read(folder, facts).vocabulary
 
 
 def report(checkpoint: Checkpoint, facts: TargetFacts, counts: np.ndarray, forced: dict[int, str]) -> list[dict]:

@@ -7,7 +7,7 @@ Shapes: N slots, h hidden, V target vocabulary, D draft vocabulary, Hq/Hkv query
 Parameter names equal those of the exported checkpoint. The embedding is the target's, frozen, and never saved here.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -57,10 +57,15 @@ class DraftConfig:
         known = {field.name for field in fields(cls)}
         if unknown := set(values) - known:
             raise UserError(f"draft config has unknown keys {sorted(unknown)}; it is from another version: train again")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise UserError(f"draft config is incomplete ({error}); train again") from None
+        if missing := {field.name for field in fields(cls) if field.default is MISSING} - set(values):
+            raise UserError(f"draft config lacks {sorted(missing)}; train again")
+        kinds = {"eps": (float, int), "rope": (dict,), "norm_output": (bool,), "fc_norm": (bool,)}
+        for name, value in values.items():
+            wanted = kinds.get(name, (int,))
+            if type(value) not in wanted or (wanted == (int,) and value < 1):
+                raise UserError(f"draft config: {name} is {value!r}, not a {wanted[0].__name__}"
+                                f"{' of at least 1' if wanted == (int,) else ''}; the file is damaged: train again")
+        return cls(**values)
 
 
 def rope_parameters(rope: dict) -> dict:

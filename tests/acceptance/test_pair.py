@@ -61,6 +61,14 @@ def test_an_export_is_reloaded_and_compared(world, tmp_path):
         check_export(world.drafter, tmp_path)
 
 
+def test_weights_that_are_no_numbers_are_not_walked(world, saved):
+    changed = load_file(saved / "model.safetensors")
+    changed["midlayer.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(changed, saved / "model.safetensors")
+    with pytest.raises(UserError, match="midlayer.mlp.up_proj.weight holds NaN"):
+        load_drafter(saved, world.folder)
+
+
 def test_no_drafter_and_one_without_origin(world, saved, tmp_path):
     with pytest.raises(UserError, match="run the training stage first"):
         load_drafter(tmp_path / "nowhere", world.folder)

@@ -85,7 +85,8 @@ def test_an_evaluation_does_not_go_on_without_a_set_it_was_to_ask(tmp_path, monk
     with pytest.raises(UserError, match="humaneval, gsm8k not installed: pip install eagle3nb-no-such && pip install "
                                         "eagle3nb-nor-such .*or leave it out"):
         load(["humaneval", "gsm8k"])
-    for names in ([], ["gsm8k", "gsm8k"]):
+    own = tmp_path / "own.jsonl"
+    for names in ([], ["gsm8k", "gsm8k"], [str(own), f"{tmp_path}/../{tmp_path.name}/own.jsonl"]):
         with pytest.raises(UserError, match="each once"):
             load(names)
 

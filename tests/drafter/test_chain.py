@@ -106,5 +106,8 @@ def test_config_is_strict(model):
     assert DraftConfig.from_json(values) == model.config
     with pytest.raises(UserError, match="unknown"):
         DraftConfig.from_json(values | {"layers": 2})
-    with pytest.raises(UserError, match="incomplete"):
+    with pytest.raises(UserError, match="lacks .'heads'"):
         DraftConfig.from_json({key: value for key, value in values.items() if key != "heads"})
+    for name, wrong in (("heads", "3"), ("vocab", 0), ("hidden", 1.5), ("eps", None), ("rope", []), ("fc_norm", 1)):
+        with pytest.raises(UserError, match=f"{name} is .*train again"):
+            DraftConfig.from_json(values | {name: wrong})

@@ -205,7 +205,7 @@ def test_the_report_tells_coverage_and_differences(tmp_path, facts):
     assert [tuple(row.values()) for row in rows] == [
         ("draft vocabulary (tokens)", "43", "of 97"), ("generated tokens in it", "77.8%", "of 9"),
         ("template's tokens missing", "<b>", "of 2"), ("MLP width", "24", "40"), ("eps of the norms", "1e-06", "1e-05")]
-    assert finetune.vocabulary(tmp_path, facts()).ids.tolist() == IDS.tolist()
+    assert finetune.read(tmp_path, facts()).vocabulary.ids.tolist() == IDS.tolist()
 
 
 @pytest.fixture

@@ -1,0 +1,201 @@
+"""Endpoints against a server that misbehaves at random: whatever it does, the counts add up and nothing is paid twice.
+
+The witness is `expected`, which knows from a table alone what must come of a list of deeds.
+"""
+
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthesis.faulty_server import FaultyServer
+from synthesis.patience import Patience
+
+from eagle3nb.errors import UserError
+from eagle3nb.synthesis import endpoint as module
+from eagle3nb.synthesis.budget import Budget, Spent
+from eagle3nb.synthesis.endpoint import Ask, Sampling
+from eagle3nb.synthesis.openai_endpoint import OpenAIEndpoint
+from eagle3nb.synthesis.sglang_endpoint import SGLangEndpoint
+
+SAMPLING = Sampling(max_new_tokens=20, temperature=0.7, top_p=0.9, stop_ids=(2,))
+RETRIES = 2
+AGAIN = {"drop": "dropped", "half": "dropped", "slow": "time-out", "not json": "not json", "a list": "not json",
+         "http 408": "http 408", "http 409": "http 409", "http 429": "rate limited", "http 429 after 7": "rate limited",
+         "http 500": "http 500", "http 503": "http 503", "http 529": "http 529", "error with 200": "http 502",
+         "odd error with 200": "error in the answer"}
+LOST = {"drop", "half", "slow", "not json", "a list", "error with 200", "odd error with 200", "no choices",
+        "null choices", "broken off", "abort"}  # may have been billed
+FINAL = {"http 400": ("failed", "http 400"), "http 422": ("failed", "http 422"),
+         "too long": ("failed", "longer than the context"), "moderated": ("refused", "moderation")}
+GOOD = {"good": ("stop", ""), "empty": ("failed", "empty")}
+CHAT = AGAIN | {"no choices": "no choices", "null choices": "no choices", "broken off": "broken off"}
+CHAT_FINAL = FINAL | GOOD | {"tools": ("tool_calls", ""), "length": ("length", ""), "context": ("length", "context"),
+                             "refusal": ("refused", "refusal"), "filter": ("refused", "content filter")}
+NATIVE = AGAIN | {"no choices": "no ids", "abort": "broken off"}
+NATIVE_FINAL = FINAL | GOOD | {"length": ("length", "context")}
+KINDS = {"openai": (CHAT, CHAT_FINAL), "sglang": (NATIVE, NATIVE_FINAL)}
+
+
+def made(api: str, server, patience: Patience, **options):
+    options = {"concurrency": 3, "retries": RETRIES, "clock": patience.clock} | options
+    kind = OpenAIEndpoint(server.url + "/v1", "m", "", **options) if api == "openai" else SGLangEndpoint(server.url,
+                                                                                                       **options)
+    return patience.watch(kind)
+
+
+def ask_of(seed: int) -> Ask:
+    """21 tokens as estimated: "Hi?" is one, and a message has 8 around it, twice."""
+    return Ask((f"p{seed}", 0, 0), ({"role": "user", "content": "Hi?"},), input_ids=(5,) * 21, seed=seed)
+
+
+def expected(api: str, deeds: list[str]) -> tuple[str, str, list[str]]:
+    """(outcome, reason, why each but the last try failed)."""
+    again, final = KINDS[api]
+    retries = []
+    for deed in [*deeds, *["good"] * (RETRIES + 1)][:RETRIES + 1]:
+        if deed in final:
+            return *final[deed], retries
+        retries.append(again[deed])
+    return "failed", retries[-1], retries[:-1]
+
+
+def scripts(api: str):
+    again, final = KINDS[api]
+    deeds = st.lists(st.sampled_from(sorted(again)), max_size=RETRIES + 1)
+    return st.lists(st.tuples(deeds, st.sampled_from(sorted(final))).map(lambda pair: [*pair[0], pair[1]]), min_size=1,
+                    max_size=8)
+
+
+def check_sums(counts, answers, server, budget) -> None:
+    """What must hold of any run: sums, no request too many, the budget's books."""
+    kinds = Counter({"stop": "succeeded", "length": "succeeded", "tool_calls": "succeeded", "skipped": "skipped"}
+                    .get(answer.outcome, "failed") for answer in answers)
+    assert counts.given == len(answers) == counts.succeeded + counts.failed + counts.skipped
+    assert [counts.succeeded, counts.failed, counts.skipped] == [kinds[k] for k in ("succeeded", "failed", "skipped")]
+    assert sum(counts.outcomes.values()) == counts.given
+    assert counts.retries == Counter(reason for answer in answers for reason in answer.retries)
+    assert counts.spent.requests == len(server.seen) == sum(answer.spent.requests for answer in answers)
+    assert counts.spent.tokens == sum(answer.spent.tokens for answer in answers)
+    assert counts.completion_tokens == sum(answer.completion_tokens for answer in answers)
+    assert budget.spent == counts.spent and budget.held == Spent()
+
+
+@pytest.mark.parametrize("api", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_faults(api, data):
+    """Each ask comes to what the table says; a talk's next turn and a failed ask's next attempt are asked too."""
+    plans = data.draw(scripts(api))
+    patience, budget, found = Patience(), Budget(), []
+    script = dict(enumerate(plans))
+    with FaultyServer(script, on_slow=patience.out_of_time) as server:
+        def done(ask, answer):
+            found.append((ask, answer))
+            if ask.seed < len(plans) and ask.seed % 3 == 0:
+                return [ask_of(100 + ask.seed), ask_of(200 + ask.seed)]
+
+        counts = made(api, server, patience, budget=budget).answer(map(ask_of, script), SAMPLING, done)
+    answers = [answer for _, answer in found]
+    check_sums(counts, answers, server, budget)
+    assert sorted(ask.seed for ask, _ in found) == sorted(
+        [*script, *(more + seed for seed in script if seed % 3 == 0 for more in (100, 200))])
+    for ask, answer in found:
+        outcome, reason, retries = expected(api, script.get(ask.seed, []))
+        assert (answer.key, answer.outcome, answer.reason, list(answer.retries)) == (ask.key, outcome, reason, retries)
+        assert len(server.asked(ask.seed)) == len(retries) + 1
+        lost = sum(seen.deed in LOST for seen in server.asked(ask.seed))
+        assert answer.spent == Spent(len(retries) + 1, 21 * lost + answer.prompt_tokens,
+                                     20 * lost + answer.completion_tokens)
+    assert counts.stopped == ""
+
+
+@pytest.mark.parametrize("api", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_faults_on_any_budget(api, data):
+    """No bound is passed; what was skipped would not have fitted; with more, the next start asks only for that."""
+    plans = data.draw(scripts(api))
+    tokens, requests, money = (data.draw(st.one_of(st.just(0), st.integers(1, most)), label=name)
+                               for name, most in (("tokens", 400), ("requests", 12), ("1/64", 64)))
+    prices = {"prompt": 1e6 / 1024, "completion": 1e6 / 512}  # so that sums of money are exact
+    most, money = Spent(1, 21, 20, 61 / 1024), money / 64
+    patience, found, budget = Patience(), {}, Budget(tokens, requests, money)
+    script = dict(enumerate(plans))
+
+    def done(ask, answer):
+        assert ask.seed not in found or found[ask.seed].outcome == "skipped"
+        found[ask.seed] = answer
+
+    with FaultyServer(script, on_slow=patience.out_of_time) as server:
+        counts = made(api, server, patience, budget=budget, prices=prices).answer(map(ask_of, script), SAMPLING, done)
+        check_sums(counts, list(found.values()), server, budget)
+        for bound, spent in ((tokens, budget.spent.tokens), (requests, budget.spent.requests),
+                             (money, budget.spent.money)):
+            assert not bound or spent <= bound
+        skipped = [seed for seed, answer in found.items() if answer.outcome == "skipped"]
+        if counts.stopped:
+            assert skipped and all(found[seed].reason.startswith("budget ") for seed in skipped)
+            assert Budget(tokens, requests, money, spent=budget.spent).reserve(most) == counts.stopped
+        before = {seed: len(server.asked(seed)) for seed in script}
+        again = made(api, server, patience, budget=Budget(spent=budget.spent), prices=prices)
+        later = again.answer(map(ask_of, skipped), SAMPLING, done)
+    assert later.given == len(skipped) and later.skipped == 0 and again.budget.spent.requests == len(server.seen)
+    assert all(len(server.asked(seed)) == before[seed] for seed in script if seed not in skipped)
+
+
+@pytest.mark.parametrize("api", KINDS)
+@pytest.mark.parametrize("deed, says", [
+    ("http 401", r"says http 401 \(Incorrect API key provided\); check its key"), ("http 402", "no credit"),
+    ("http 403", "http 403"), ("http 404", "http 404"), ("quota", r"no credit \(You exceeded your quota\); add")])
+def test_no_use_in_asking_on(api, deed, says):
+    """One clear line; what came before, and what was under way, was handed over; nothing more is sent."""
+    patience, found, budget = Patience(), [], Budget()
+    with FaultyServer({3: [deed] * 9}) as server:
+        kind = made(api, server, patience, concurrency=1, budget=budget)
+        with pytest.raises(UserError, match=says + ".*; 3 answers came before, 6 asks were not sent"):
+            kind.answer(map(ask_of, range(10)), SAMPLING, lambda ask, answer: found.append(answer))
+    assert [answer.outcome for answer in found] == ["stop"] * 3 + ["failed"] + ["skipped"] * 6
+    assert {answer.reason for answer in found[4:]} == {found[3].reason} and len(server.seen) == 4
+    assert budget.held == Spent()
+
+
+@pytest.mark.parametrize("deed, stops", [("http 500", True), ("http 400", True), ("drop", True), ("too long", False)])
+def test_a_server_that_only_fails_is_left_alone(deed, stops):
+    patience, found = Patience(), []
+    with FaultyServer({seed: [deed] * 9 for seed in range(3, 40)}) as server:
+        kind = made("openai", server, patience, concurrency=1, retries=1)
+        if stops:
+            says = f"{module.HOPELESS} asks in a row failed at .*; 3 answers came before, 27 asks were not sent"
+            with pytest.raises(UserError, match=says):
+                kind.answer(map(ask_of, range(40)), SAMPLING, lambda ask, answer: found.append(answer))
+        else:
+            kind.answer(map(ask_of, range(40)), SAMPLING, lambda ask, answer: found.append(answer))
+    failed = [answer for answer in found if answer.outcome == "failed"]
+    assert len(found) == 40 and len(failed) == (module.HOPELESS if stops else 37)
+
+
+def test_an_interrupt_loses_nothing_that_has_arrived(tmp_path):
+    """Two have arrived and one is held by the server when the interrupt comes, between two answers."""
+    patience, found, budget = Patience(), [], Budget()
+    held, arrived = [], []
+    with FaultyServer({2: ["slow"]}, on_slow=held.append) as server:
+        kind = made("openai", server, patience, budget=budget)
+        one = kind._one
+
+        async def noted(client, key, ask, sampling, most):
+            result = await one(client, key, ask, sampling, most)
+            arrived.append(ask.seed)
+            return result
+
+        def interrupt(counts):
+            while len(arrived) < 2 or not held:
+                pass
+            raise KeyboardInterrupt
+
+        kind._one = noted
+        with patch.object(module, "told", interrupt), pytest.raises(KeyboardInterrupt):
+            kind.answer(map(ask_of, range(9)), SAMPLING, lambda ask, answer: found.append(ask.seed))
+    assert sorted(found) == [0, 1] and len(server.seen) == 3
+    assert budget.held == Spent() and budget.spent.requests == 3  # the held one is booked, at the most

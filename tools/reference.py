@@ -1,16 +1,20 @@
-"""Writes the pages of docs/reference that are generated: parameters.md, cli.md, audit-rules.md.
+"""Writes what is generated of docs: reference/parameters.md, cli.md, audit-rules.md, and the demo's figures everywhere.
 
     .venv/bin/python tools/reference.py            # writes them
     .venv/bin/python tools/reference.py --check    # writes nothing; exit code 1 where one is not what it would write
 
-What they say comes from the notebooks' parameters cells, from params/, from the command line's own parser and from
-corpus/audit.py. tests/docs/test_reference.py holds the pages against this.
+What they say comes from the notebooks' parameters cells, from params/, from the command line's own parser, from
+corpus/audit.py, and (specimen.py) from outputs/specimen-demo. tests/docs/test_reference.py holds the pages against it.
 """
 
 import argparse
 import ast
 import inspect
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import specimen
 
 from eagle3nb import cli
 from eagle3nb.corpus import audit, runfindings
@@ -59,7 +63,7 @@ THEMES = {"form": "the line itself", "masks": "what is supervised", "template": 
 def pages() -> dict[str, str]:
     """{path from the project's root: text} of every generated page."""
     return {"docs/reference/parameters.md": parameters_page(), "docs/reference/cli.md": cli_page(),
-            "docs/reference/audit-rules.md": rules_page()}
+            "docs/reference/audit-rules.md": rules_page(), **specimen.pages()}
 
 
 def cell(text: str) -> str:

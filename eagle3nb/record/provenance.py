@@ -160,11 +160,16 @@ def plain(value):
     return str(value)
 
 
-def scrubber(parameters: dict):
-    """A function text → text that takes absolute paths of this machine out of what a stage printed."""
+def places(parameters: dict) -> dict[str, str]:
+    """{absolute path of this machine: what a record shows in its place}."""
     known = {str(v): f"<{k}>" for k, v in path_parameters(parameters).items()}
     known |= {str(project_root()): "", sys.prefix: "<env>", sys.base_prefix: "<python>", str(Path.home()): "~"}
-    known |= {str(Path(eagle3nb.__file__).parent.parent): "", tempfile.gettempdir(): "<tmp>"}
+    return known | {str(Path(eagle3nb.__file__).parent.parent): "", tempfile.gettempdir(): "<tmp>"}
+
+
+def scrubber(parameters: dict):
+    """A function text → text that takes absolute paths of this machine out of what a stage printed."""
+    known = places(parameters)
     order = sorted((p for p in known if len(p) > 2), key=len, reverse=True)
     pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(p)}(/|(?![\w-]))" for p in order))
 

@@ -1,4 +1,4 @@
-"""The command line: `eagle3nb run`, `status`, `verify`, `import-states`, `synthesise`.
+"""The command line: `eagle3nb run`, `status`, `compare`, `bundle`, `verify`, `import-states`, `synthesise`.
 
 Exit codes: 0, 1 a stage failed or a store is not whole, 2 wrong use.
 """
@@ -31,6 +31,16 @@ def parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="follow a run from another terminal")
     status.add_argument("run", help="name of the run")
     status.add_argument("--once", action="store_true", help="print where it stands and end")
+
+    compare = commands.add_parser("compare", help="a page that sets runs beside one another")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="names of two runs or more; the first is the base")
+    compare.add_argument("--out", default="", metavar="FILE", help="default: outputs/compare-<run>-<run>.html")
+
+    bundle = commands.add_parser("bundle", help="pack a run's record to hand on, without data or weights")
+    bundle.add_argument("run", help="name of the run")
+    bundle.add_argument("--out", default="", metavar="FILE", help="default: outputs/<run>.zip")
+    bundle.add_argument("--allow", action="append", default=[], metavar="TEXT",
+                        help="a path or name that was found and is harmless; a key never is")
 
     verify = commands.add_parser("verify", help="read every byte of a store of hidden states against its checksums")
     verify.add_argument("store", help="its folder, e.g. outputs/demo/work/states")
@@ -87,6 +97,15 @@ def perform(options: argparse.Namespace) -> int:
         from eagle3nb.record.status import status
 
         return status(options.run, options.once)
+    if options.command == "compare":
+        from eagle3nb.record.compare_page import main as compare
+
+        compare(options.runs, options.out)
+        return 0
+    if options.command == "bundle":
+        from eagle3nb.record.bundle import bundle
+
+        return bundle(options.run, options.out, options.allow)
     if options.command == "verify":
         from eagle3nb.states.store import MANIFEST, verify
 

@@ -17,6 +17,7 @@ from eagle3nb.record import page, report, runs, tables
 from eagle3nb.record.declared import STAGES, USUAL, stem
 from eagle3nb.record.runs import STEPS, Run, at
 
+CARD = "work/export/README.md"
 STYLE = """
 .bad { color: #b3261e; } .good { color: #1d6b41; }
 @media (prefers-color-scheme: dark) { .bad { color: #ff8a80; } .good { color: #6fcf97; } }
@@ -102,7 +103,7 @@ def write_index(folder: Path) -> Path:
     """outputs/<run>/index.html, which is returned, and outputs/index.html."""
     path = folder / "index.html"
     with atomic_write(path) as handle:
-        handle.write(run_page(runs.read_run(folder)))
+        handle.write(run_page(runs.read_run(folder), card=CARD if (folder / CARD).is_file() else ""))
     write_runs(folder.parent)
     return path
 
@@ -202,9 +203,9 @@ def short(value, most: int = 28) -> str:
 # ------------------------------------------------------------------------------------------ one run
 
 
-def run_page(run: Run, home: bool = True) -> str:
-    """A run's stages. `home`: with a link to the index of all runs, which a bundle has not."""
-    body = f"<h1>Run {escape(run.name)}</h1>{facts(run)}<h2>Stages</h2>"
+def run_page(run: Run, home: bool = True, card: str = "") -> str:
+    """A run's stages. `home`: with a link to the index of all runs, which a bundle has not. `card`: the drafter's."""
+    body = f"<h1>Run {escape(run.name)}</h1>{facts(run, card)}<h2>Stages</h2>"
     for stage in STAGES:
         if stage in run.damaged:
             body += tables.banner("failed", stem(stage).replace("_", " "),
@@ -217,14 +218,13 @@ def run_page(run: Run, home: bool = True) -> str:
     return styled(f"Run {run.name}", [("../index.html", "all runs")] if home else [], body)
 
 
-def facts(run: Run) -> str:
+def facts(run: Run, card: str) -> str:
     """Target, data, date, commit, time and settings, as a list of terms."""
     data = runs.data(run)
     told = [f"{tables.number(data['records'])} records, {tables.number(data['tokens'])} tokens"
             if data["tokens"] is not None else "", f"{len(data['sources'])} sources" if data["sources"] else "",
             f"left out: {data['left out']}" if data["left out"] else ""]
     spent = runs.seconds(run)
-    card = "work/export/README.md"
     rows = [("Target", escape(runs.target(run))),
             ("Data", escape(f"{data['root']}: " * bool(data["root"]) + ", ".join(filter(None, told)))),
             ("Last started", f"{runs.started(run)} UTC" if runs.started(run) else ""),
@@ -233,7 +233,7 @@ def facts(run: Run) -> str:
             ("Settings", settings(run, runs.normals([run]), most=40)),
             ("Acceptance length", f"{runs.length(runs.acceptance(run))} with {STEPS} drafted tokens"
              if runs.acceptance(run) else ""),
-            ("Drafter", f'<a href="{card}">its card</a>' if (run.folder / card).is_file() else ""),
+            ("Drafter", f'<a href="{card}">its card</a>' if card else ""),
             ("Kept", f"a record of run {escape(run.origin)}, under another name" if run.origin else "")]
     return '<dl class="facts">' + "".join(f"<dt>{k}</dt><dd>{v}</dd>" for k, v in rows if v) + "</dl>"
 

@@ -34,7 +34,7 @@ lab: setup
 
 # Remakes the demo corpus with the project's own sampling (about 40 minutes on 2 cores).
 corpus: setup
-	$(BIN)/eagle3nb synthesise data/prompts data/demo
+	$(BIN)/eagle3nb run demo --run corpus --stages synthesis
 	$(BIN)/python -c "from eagle3nb.synthesis.prompts import write_held_out as w; w('data/prompts', 'data/heldout.jsonl', 1)"
 
 # The merge against a line copy, a plain script and Hugging Face datasets, which only this installs (about 5 minutes and
@@ -80,8 +80,7 @@ ablation: setup
 # on two quiet cores after the demo; two and more where others use them).
 smollm2: demo
 	mkdir -p data/smollm2 && cp -rn data/demo/. data/smollm2/
-	$(BIN)/eagle3nb synthesise data/prompts data/smollm2 --parts 4 --only A2_chat B1_code B2_maths B3_reasoning \
-	  B4_toolcalls B5_support B6_trivia B7_howto B8_writing
+	$(BIN)/eagle3nb run smollm2 --stages synthesis
 	$(BIN)/eagle3nb run smollm2
 
 clean:

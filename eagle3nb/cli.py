@@ -1,4 +1,4 @@
-"""The command line: `eagle3nb run`, `status`, `compare`, `bundle`, `verify`, `import-states`, `synthesise`.
+"""The command line: `eagle3nb run`, `status`, `compare`, `bundle`, `verify`, `import-states`.
 
 Exit codes: 0, 1 a stage failed or a store is not whole, 2 wrong use.
 """
@@ -54,13 +54,6 @@ def parser() -> argparse.ArgumentParser:
     states.add_argument("--masks", default="same", help="same: the files' loss masks must be the corpus's; or corpus")
     states.add_argument("--shard-tokens", type=int, default=16384, metavar="N", help="tokens of one shard file")
     states.add_argument("--limit", type=int, default=0, metavar="N", help="the corpus's first N rows; 0: all")
-
-    synthesise = commands.add_parser("synthesise", help="remake a corpus: prompts answered by the target")
-    synthesise.add_argument("prompts", help="folder of prompt files, e.g. data/prompts")
-    synthesise.add_argument("out", help="folder for the dataset directories, e.g. data/demo")
-    synthesise.add_argument("--only", nargs="*", default=[], metavar="DATASET", help="only these datasets")
-    synthesise.add_argument("--seed", type=int, default=1)
-    synthesise.add_argument("--parts", type=int, default=1, metavar="N", help="files a dataset, by successive seeds")
     return top
 
 
@@ -71,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         return perform(options)
     except UserError as error:
         print(f"eagle3nb: {error}", file=sys.stderr)
-        return 1 if options.command in ("synthesise", "verify", "import-states") else 2
+        return 1 if options.command in ("verify", "import-states") else 2
     except KeyboardInterrupt:
         return 1
     except BrokenPipeError:  # `eagle3nb status … | head`
@@ -114,12 +107,7 @@ def perform(options: argparse.Namespace) -> int:
             return 2
         print(verify(options.store))
         return 0
-    if options.command == "import-states":
-        import_states(options)
-        return 0
-    from eagle3nb.synthesis.answers import main as answer
-
-    answer(options.prompts, options.out, options.only, options.seed, options.parts)
+    import_states(options)
     return 0
 
 

@@ -163,17 +163,18 @@ def masks_from_markers(ids: np.ndarray, starts: np.ndarray, markers: Markers) ->
     return mask
 
 
-def mask_from_prefixes(messages: list[dict], tokenizer, tools=None) -> tuple[np.ndarray, np.ndarray] | None:
+def mask_from_prefixes(messages: list[dict], tokenizer, tools=None, turns=None) -> tuple[np.ndarray, np.ndarray] | None:
     """(ids int32[T], mask uint8[T]) of the rendered conversation; None where the template is not prefix-stable.
 
-    Both the text and its ids must be stable: a prefix's rendering must begin the whole's, token for token.
+    `turns`: the places of the messages that count as answers; None: all of the assistant's. Both the text and its ids
+    must be stable: a prefix's rendering must begin the whole's, token for token.
     """
     try:
         text = render(tokenizer, messages, tools=tools)
         ids = encode(tokenizer, text)
         mask = np.zeros(len(ids), np.uint8)
         for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
+            if message.get("role") != "assistant" or (turns is not None and i not in turns):
                 continue
             before = render(tokenizer, messages[:i], generation=True, tools=tools) if i else ""
             through = render(tokenizer, messages[:i + 1], tools=tools).rstrip()

@@ -1,268 +1,257 @@
-"""Answers: prompts → tokenised records, answered by the target itself.
+"""Answers: a dataset's prompts → its tokenised records, a file a part, answered by the target or by a server.
 
-A record's ids are exactly what the target saw and wrote: the prompt through its chat template, the ids it sampled, and
-for a further turn the template's glue. Two derivations of the loss mask must agree with that before a row is written.
-
-Every answer goes to a journal as soon as it is there, so a killed run goes on where it stopped; a dataset's file
-appears whole. What came of each answer is counted by reason. A text depends on its own prompt, seed and attempt only.
+What was answered goes to a journal as soon as it is there, so a killed run goes on where it stopped; a part's file
+appears whole. What came of each answer is counted by reason. A text of the target's own depends on its prompt, seed and
+attempt only. What stands there already, and is still right, is not made again.
 """
 
 import gzip
-import itertools
 import json
-import os
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
-from eagle3nb.corpus.loops import ends_in_circles
-from eagle3nb.corpus.masks import Markers, encode, find_markers, mask_from_markers, mask_from_prefixes, render
 from eagle3nb.errors import UserError
-from eagle3nb.files import atomic_write, read_json, resolve, shown, write_json, xxh3_file
-from eagle3nb.progress import progress
-from eagle3nb.synthesis.prompts import Prompt, Recipe, expand, load_recipes
+from eagle3nb.files import atomic_write, project_root, read_json, shown, write_json, xxh3_file
+from eagle3nb.lock import only_one
+from eagle3nb.states.target import target_identity
+from eagle3nb.synthesis.answerer import Answerer
+from eagle3nb.synthesis.budget import Spent
+from eagle3nb.synthesis.endpoint import GOOD, Answer, Ask, Counts, Sampling
+from eagle3nb.synthesis.journal import Journal, lasts, opened, print_of, spent_before
+from eagle3nb.synthesis.sources import Dataset
+from eagle3nb.synthesis.talks import ATTEMPTS, Language, Talk, begin, numbered, records, take
 
 FORMAT = 1  # raise it when the same recipe would give other rows
-ATTEMPTS = 3  # samples of one answer before it is given up
-BATCH = 32
-LOOP_GRAM, LOOP_SHARE, LOOP_TAIL = 8, 0.35, 24
 SEED_STEP = 1_000_003  # between the attempts' seeds; prime, so that neighbouring seeds do not share samples
 
 
-@dataclass
-class Talk:
-    """One conversation on its way: ids and mask so far, and the messages they stand for."""
+@dataclass(frozen=True)
+class Part:
+    """One file of a dataset and what came of it. `report`: as beside the file. `now`: Counts of this start.
 
-    prompt: Prompt
-    ids: list[int]
-    mask: list[int]
-    messages: list[dict]
-    turn: int = 0  # the answer that is wanted next
-    attempt: int = 0
-    finish: str = ""  # "stop" or "length" of the last answer kept
-    over: bool = False
+    `state`: "made"; "kept", it stood there; "incomplete", more is to be asked; "older kept", which is incomplete too,
+    while the file is still that of an earlier whole one.
+    """
+
+    dataset: Dataset
+    number: int
+    report: dict
+    now: Counts
+    state: str
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        return self.prompt.id, self.turn, self.attempt
+    def name(self) -> str:
+        return numbered(self.dataset.name, self.number)
+
+    @property
+    def incomplete(self) -> bool:
+        return self.state in ("incomplete", "older kept")
 
 
-def main(prompts_dir: str, out_dir: str, only: list[str], seed: int, parts: int = 1) -> None:
-    """Make the datasets of `prompts_dir` (all, or those named) in `out_dir`, answered by the embedded target.
+def file_of(out_dir: Path, name: str, part: int) -> Path:
+    return out_dir / name / f"part-{part:03d}.jsonl.gz"
 
-    Each part of a dataset is a file made with a seed of its own, `seed` and those after it: templates filled otherwise,
-    hand-written prompts answered anew. What stands there already and is still right is not made again. A line a part
-    tells what came of it.
+
+def report_of(out_dir: Path, name: str, part: int) -> Path:
+    return out_dir / f"{numbered(name, part)}.json"
+
+
+def journal_of(out_dir: Path, name: str, part: int, here: bool) -> Path:
+    """Hidden, and with an ending that no reader of datasets takes for rows."""
+    return out_dir / name / f".part-{part:03d}.{'journal.partial' if here else 'answers.journal'}"
+
+
+def spent(datasets: list[Dataset], parts: int, out_dir: Path) -> Spent:
+    """What an endpoint's answers to these datasets cost so far, over all starts."""
+    return sum((spent_before(journal_of(out_dir, dataset.name, part, False))
+                for dataset in datasets for part in range(parts)), Spent())
+
+
+def make_all(datasets: list[Dataset], parts: int, answerer: Answerer, language: Language, out_dir: Path, seed: int,
+             folder: Path) -> list[Part]:
+    """Every part of every dataset, with seeds from `seed` on; a line each tells what came of it. folder: the target's.
+
+    UserError where nothing is usable, or no further answer can come (see Endpoint.answer); what was answered is kept.
     """
     if parts < 1:
         raise UserError(f"parts is {parts}; choose 1 or more")
-    from eagle3nb.states.hf import TransformersTarget  # torch and the weights only when there is work to answer
-    from eagle3nb.states.target import load_tokenizer, target_dir, target_identity
-    recipes, out_dir = load_recipes(prompts_dir, only), resolve(out_dir)
-    folder = target_dir("embedded")
-    identity, tokenizer = target_identity(folder), load_tokenizer(folder)
-    target = None
-    for part, recipe in itertools.product(range(parts), recipes):
-        own = seed + part
-        mark = fingerprint(recipe, [begin(prompt, tokenizer) for prompt in expand(recipe, own)], own, identity)
-        report = standing(out_dir, recipe.name, mark, part)
-        if report is None:
-            target = target or TransformersTarget(folder)
+    identity = target_identity(folder) if answerer.here else {}
+    made = []
+    for part in range(parts):
+        for dataset in datasets:
             try:
-                report = synthesise(recipe, target, tokenizer, out_dir, own, mark, part)
+                made.append(make(dataset, answerer, language, out_dir, seed + part, identity, part))
             except OSError as error:
-                raise UserError(f"cannot write {shown(out_dir / recipe.name)}: {error.strerror or error}; what was "
+                raise UserError(f"cannot write {shown(out_dir / dataset.name)}: {error.strerror or error}; what was "
                                 "answered is kept, so free space or allow writing, and start again") from error
-        print(line(numbered(recipe.name, part), report), flush=True)
+            print(line(made[-1]), flush=True)
+    return made
 
 
-def fingerprint(recipe: Recipe, talks: list["Talk"], seed: int, identity: dict) -> str:
-    """What a dataset's rows depend on, as a hash: the prompts' ids, how they are sampled, the seed, the target."""
-    prompts = [[talk.prompt.id, talk.ids, talk.prompt.later] for talk in talks]
-    sampling = [recipe.max_new_tokens, recipe.temperature, recipe.top_p, ATTEMPTS, seed]
-    parts = [FORMAT, prompts, sampling, identity["config"], identity["weights"]]
+def make(dataset: Dataset, answerer: Answerer, language: Language, out_dir: Path, seed: int, identity: dict,
+         part: int = 0) -> Part:
+    """One part: `out_dir/<name>/part-<part>.jsonl.gz`, and its report in `out_dir/<name>[.<part>].json`."""
+    talks = [begin(prompt, language.tokenizer) for prompt in dataset.prompts(seed)]
+    mark = fingerprint(dataset, talks, seed, identity, answerer)
+    older = stood(out_dir, dataset.name, part)
+    if older and (older["fingerprint"] == mark or (dataset.limit and not older.get("limit"))):
+        return Part(dataset, part, older, Counts(), "kept")  # or it is whole, and this a rehearsal
+    (out_dir / dataset.name).mkdir(parents=True, exist_ok=True)
+    with alone(file_of(out_dir, dataset.name, part)):
+        return answered(dataset, talks, answerer, language, out_dir, seed, mark, part, older)
+
+
+def answered(dataset: Dataset, talks: list[Talk], answerer: Answerer, language: Language, out_dir: Path, seed: int,
+             mark: str, part: int, older: dict | None) -> Part:
+    """Ask, judge, write. An incomplete part never takes the place of a whole one (`older`)."""
+    sampling = Sampling(dataset.max_new_tokens, dataset.temperature, dataset.top_p, language.eos)
+    path = journal_of(out_dir, dataset.name, part, answerer.here)
+    kept = {"mark": mark} if answerer.here else {"asked": print_of(answerer.model, sampling)}
+    with opened(path, **kept) as journal:
+        work = Work(talks, answerer, language, seed, sampling, journal)
+        first = [ask for talk in talks if (ask := work.next(talk))]
+        expected = sum(1 + len(talk.prompt.later) for talk in talks if not talk.over)
+        now = answerer.endpoint.answer(first, sampling, work.done, what=numbered(dataset.name, part), expected=expected)
+    rows = [row for talk in talks for row in records(talk, language.tokenizer, part, work.facts(talk))]
+    complete = not work.lost and not now.stopped
+    if not rows and complete:
+        raise UserError(f"synthesis {dataset.name}: no answer was usable ({dict(work.counts)}); "
+                        "change its prompts or its temperature")
+    report = summary(dataset, rows, work, now, complete, mark)
+    if rows and (complete or not older):
+        write(rows, file_of(out_dir, dataset.name, part))
+        report["xxh3"] = xxh3_file(file_of(out_dir, dataset.name, part))
+        write_json(report_of(out_dir, dataset.name, part), report)
+    if answerer.here:
+        path.unlink()
+    return Part(dataset, part, report, now, "made" if complete else "older kept" if older else "incomplete")
+
+
+class Work:
+    """A part's talks under way. `counts`: answers by what came of them. `asks`: given = succeeded + failed + skipped,
+    over all starts. `lost`: what failed or was skipped this time, and is asked again by the next start."""
+
+    def __init__(self, talks: list[Talk], answerer: Answerer, language: Language, seed: int, sampling: Sampling,
+                 journal: Journal):
+        self.talks = {talk.prompt.id: talk for talk in talks}
+        self.answerer, self.language, self.seed, self.sampling = answerer, language, seed, sampling
+        self.journal, self.counts, self.asks, self.lost = journal, Counter(), Counter(), Counter()
+
+    def next(self, talk: Talk) -> Ask | None:
+        """What is to be asked next of a talk, after all answers that are known; None: it is over."""
+        while not talk.over:
+            room = self.answerer.room
+            if room and len(talk.asked) + self.sampling.max_new_tokens > room:
+                talk.over, talk.why = True, "longer than the context"
+                break
+            ask = self.ask(talk)
+            found = self.journal.find(ask)
+            if found is None:
+                return ask
+            self.count(found)
+            take(talk, found, self.language, self.counts)
+        return None
+
+    def ask(self, talk: Talk) -> Ask:
+        """With ids alone, or with messages and the ids that their tokens are counted by."""
+        seed = self.seed + SEED_STEP * talk.attempt
+        if self.answerer.exact:
+            return Ask(talk.key, input_ids=tuple(talk.asked), seed=seed)
+        return Ask(talk.key, tuple(talk.said), talk.prompt.tools, tuple(talk.asked), seed)
+
+    def done(self, ask: Ask, answer: Answer) -> list[Ask]:
+        """An answer that has come: noted, judged; the next ask of its talk."""
+        self.journal.note(ask, answer)
+        self.count(answer)
+        talk = self.talks[ask.key[0]]
+        if not lasts(answer):
+            talk.over, talk.why = True, f"{answer.outcome}: {answer.reason}"
+            self.lost[talk.why] += 1
+            return []
+        take(talk, answer, self.language, self.counts)
+        following = self.next(talk)
+        return [following] if following else []
+
+    def count(self, answer: Answer) -> None:
+        self.asks["given"] += 1
+        came = answer.outcome in ("", *GOOD)
+        self.asks["succeeded" if came else "skipped" if answer.outcome == "skipped" else "failed"] += 1
+
+    def facts(self, talk: Talk) -> dict | None:
+        """What every record of an endpoint's says of it."""
+        if self.answerer.here:
+            return None
+        return {"model": talk.model or self.answerer.model, "on_policy": self.answerer.on_policy}
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def fingerprint(dataset: Dataset, talks: list[Talk], seed: int, identity: dict, answerer: Answerer) -> str:
+    """What a part's rows depend on, as a hash: the prompts' ids, how they are sampled, the seed, who answers."""
+    prompts = [[talk.prompt.id, talk.asked, [turn[0] if len(turn) == 1 else turn for turn in talk.prompt.later]]
+               for talk in talks]
+    sampling = [dataset.max_new_tokens, dataset.temperature, dataset.top_p, ATTEMPTS, seed]
+    if answerer.here:
+        parts = [FORMAT, prompts, sampling, identity["config"], identity["weights"]]
+    else:
+        tools = [talk.prompt.tools for talk in talks]
+        parts = [FORMAT, prompts, sampling, tools, answerer.model, answerer.exact, answerer.on_policy]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
-def numbered(name: str, part: int) -> str:
-    """A dataset's name, or a row's: of a later part with the part's number, so that it stands once."""
-    return f"{name}.{part}" if part else name
-
-
 def standing(out_dir: Path, name: str, mark: str, part: int = 0) -> dict | None:
-    """The report of a part that stands finished under this fingerprint, its file unharmed; None otherwise."""
-    report, file = out_dir / f"{numbered(name, part)}.json", out_dir / name / f"part-{part:03d}.jsonl.gz"
-    if not report.is_file() or not file.is_file():
+    """The report of a part that stands whole under this fingerprint, its file unharmed; None otherwise."""
+    report = stood(out_dir, name, part)
+    return report if report and report["fingerprint"] == mark else None
+
+
+def stood(out_dir: Path, name: str, part: int = 0) -> dict | None:
+    """The report of a part that stands complete, whatever it was made of; None otherwise."""
+    file, path = file_of(out_dir, name, part), report_of(out_dir, name, part)
+    if not path.is_file() or not file.is_file():
         return None
-    report = read_json(report)
-    return report if report["fingerprint"] == mark and report["xxh3"] == xxh3_file(file) else None
+    report = read_json(path)
+    return report if report.get("complete", True) and report.get("xxh3") == xxh3_file(file) else None
 
 
-def synthesise(recipe: Recipe, target, tokenizer, out_dir: Path, seed: int, mark: str, part: int = 0) -> dict:
-    """Answer one recipe's prompts and write `out_dir/<name>/part-<part>.jsonl.gz`; its report, also in
-    `out_dir/<name>.json` (of a later part <name>.<part>.json).
-
-    `target` needs `generate` and `facts` (eos, vocab) of TransformersTarget. Raises UserError where no row is left.
-    """
-    folder, counts = out_dir / recipe.name, Counter()
-    folder.mkdir(parents=True, exist_ok=True)
-    markers = find_markers(tokenizer)
-    talks = [begin(prompt, tokenizer) for prompt in expand(recipe, seed)]
-    expected = sum(1 + len(talk.prompt.later) for talk in talks)
-    path = folder / f"part-{part:03d}.jsonl.gz"
-    notes = folder / f".part-{part:03d}.journal.partial"
-    with journal(notes, mark) as (known, note), progress(expected, numbered(recipe.name, part), "answers") as bar:
-        bar.advance(sum(attempt == 0 for _, _, attempt in known))
-        while waiting := [talk for talk in talks if not talk.over]:
-            answer_missing([talk for talk in waiting if talk.key not in known], recipe, target, seed, note, bar)
-            for talk in waiting:
-                take(talk, known[talk.key], recipe, target, tokenizer, markers, counts)
-    rows = [as_row(talk, tokenizer, part) for talk in talks if talk.turn]
-    if not rows:
-        raise UserError(f"synthesis {recipe.name}: no answer was usable ({dict(counts)}); "
-                        "change its prompts or its temperature")
-    report = write(recipe, rows, counts, path, mark)
-    write_json(out_dir / f"{numbered(recipe.name, part)}.json", report)
-    notes.unlink()
-    return report
+def alone(path: Path):
+    """Holds a part: two starts that make the same one would pay for it twice."""
+    lock = project_root() / ".cache" / "synthesis" / f"{xxhash.xxh3_64_hexdigest(str(path).encode())}.lock"
+    return only_one(lock, wait=False, busy=f"{shown(path)} is being made by another run; wait for it")
 
 
-@contextmanager
-def journal(path: Path, mark: str):
-    """(answers known so far {(id, turn, attempt): ids}, a function that notes one more, durably).
-
-    A journal of another fingerprint is thrown away; a last line that a kill cut off is not counted.
-    """
-    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    fresh = lines[0] != mark.encode()
-    known = {} if fresh else {(row[0], row[1], row[2]): row[3] for row in map(json.loads, lines[1:-1])}
-    whole = mark.encode() + b"\n" if fresh else b"\n".join(lines[:-1]) + b"\n"
-    path.write_bytes(whole)
-    with open(path, "ab") as handle:
-        def note(key: tuple, ids: list[int]) -> None:
-            handle.write(json.dumps([*key, ids], separators=(",", ":")).encode() + b"\n")
-            handle.flush()
-            os.fsync(handle.fileno())
-            known[key] = ids
-        yield known, note
-
-
-def answer_missing(talks: list[Talk], recipe: Recipe, target, seed: int, note, bar) -> None:
-    """Let the target answer each of these talks once, noting every answer as it comes."""
-    def done(index: int, ids: list[int]) -> None:
-        note(talks[index].key, list(map(int, ids)))
-        bar.advance(1 if talks[index].attempt == 0 else 0)
-
-    if talks:
-        target.generate([talk.ids for talk in talks], max_new_tokens=recipe.max_new_tokens, done=done, batch=BATCH,
-                        temperature=recipe.temperature, top_p=recipe.top_p, stop_ids=target.facts.eos,
-                        seed=[seed + SEED_STEP * talk.attempt for talk in talks])
-
-
-def begin(prompt: Prompt, tokenizer) -> Talk:
-    """A talk that waits for its first answer."""
-    ids = encode(tokenizer, render(tokenizer, list(prompt.opening), generation=True))
-    return Talk(prompt, ids, [0] * len(ids), list(prompt.opening))
-
-
-def take(talk: Talk, new: list[int], recipe: Recipe, target, tokenizer, markers: Markers, counts: Counter) -> None:
-    """Judge an answer and move its talk on: the next turn, another attempt, or the end."""
-    ended = new[-1] in target.facts.eos
-    fault = fault_of(new[:-1] if ended else new, ended, markers)
-    message = {"role": "assistant", "content": tokenizer.decode(new[:-1] if ended else new)}
-    messages, ids, mask = [*talk.messages, message], talk.ids + new, talk.mask + [1] * len(new)
-    if not fault and not agree(ids, mask, messages, tokenizer, markers):
-        fault = "retokenises"  # the text's own tokens are not those that were sampled: a server would see others
-    if fault:
-        counts[fault] += 1
-        talk.attempt += 1
-        talk.over = talk.attempt == ATTEMPTS
-        counts["given up"] += talk.over
-        return
-    talk.ids, talk.mask, talk.messages, talk.finish = ids, mask, messages, "stop" if ended else "length"
-    counts[talk.finish] += 1
-    talk.turn, talk.attempt = talk.turn + 1, 0
-    talk.over = not ended or talk.turn > len(talk.prompt.later)
-    if not talk.over:
-        ask(talk, tokenizer)
-
-
-def ask(talk: Talk, tokenizer) -> None:
-    """Put the next message of the prompt and the assistant's header behind the answer."""
-    following = [*talk.messages, talk.prompt.later[talk.turn - 1]]
-    ids = encode(tokenizer, render(tokenizer, following, generation=True))
-    if ids[:len(talk.ids)] != talk.ids:  # `agree` has seen to it, except for a template that rewrites earlier turns
-        talk.over = True
-        return
-    talk.messages = following
-    talk.mask += [0] * (len(ids) - len(talk.ids))
-    talk.ids = ids
-
-
-def fault_of(body: list[int], ended: bool, markers: Markers) -> str:
-    """Why an answer's tokens (without the end of turn) make no record; empty if they do."""
-    if len(body) < 2:
-        return "empty"
-    if set(body) & set(markers.special_ids):
-        return "special token"
-    return "looping" if looping(body) else ""
-
-
-def looping(ids) -> bool:
-    """Whether a text goes round in circles: over a third of its 8-grams stood there before, or its last 24 tokens or
-    more repeat a block of at most half their length."""
-    ids = np.asarray(ids)
-    grams = [tuple(ids[i:i + LOOP_GRAM].tolist()) for i in range(len(ids) - LOOP_GRAM + 1)]
-    if len(grams) >= LOOP_TAIL and 1 - len(set(grams)) / len(grams) > LOOP_SHARE:
-        return True
-    return ends_in_circles(ids)
-
-
-def agree(ids: list[int], mask: list[int], messages: list[dict], tokenizer, markers: Markers) -> bool:
-    """Whether ids and mask equal both derivations: from the markers, and from the text's own rendering.
-
-    An answer cut at its limit lacks the end of turn that its rendering has: there the ids must begin the rendering.
-    """
-    derived = mask_from_prefixes(messages, tokenizer)
-    if derived is None or not np.array_equal(mask_from_markers(np.asarray(ids), markers), mask):
-        return False
-    whole_ids, whole_mask = derived
-    return whole_ids[:len(ids)].tolist() == ids and whole_mask[:len(ids)].tolist() == mask
-
-
-def as_row(talk: Talk, tokenizer, part: int = 0) -> dict:
-    """The record of DESIGN section 3. An unanswered last turn is cut off. A cut answer's text would not give its ids
-    back, so such a row has no `messages`; any other equals its messages' rendering, to the line break at the end."""
-    end = max(i for i, value in enumerate(talk.mask) if value) + 1
-    row = {"id": numbered(talk.prompt.id, part), "input_ids": talk.ids[:end], "loss_mask": talk.mask[:end],
-           "finish": talk.finish}
-    if talk.finish == "stop":
-        last = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant")
-        row["messages"] = talk.messages[:last + 1]
-        row["input_ids"] = encode(tokenizer, render(tokenizer, row["messages"]))  # begins with them: see `agree`
-        row["loss_mask"] = row["loss_mask"] + [0] * (len(row["input_ids"]) - end)
-    return row
-
-
-def write(recipe: Recipe, rows: list[dict], counts: Counter, path: Path, mark: str) -> dict:
-    """The part's file, the same bytes for the same rows, and its report."""
+def write(rows: list[dict], path: Path) -> None:
+    """The part's file: the same bytes for the same rows."""
     with atomic_write(path, "wb") as handle, gzip.GzipFile("", "wb", 9, handle, mtime=0) as packed:
         for row in rows:
             packed.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+
+
+def summary(dataset: Dataset, rows: list[dict], work: Work, now: Counts, complete: bool, mark: str) -> dict:
+    """The part's report, without its file's hash. What an endpoint or a fault adds stands after the plain figures."""
     finishes = Counter(row["finish"] for row in rows)
-    return {"prompts": recipe.count, "records": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows),
-            "supervised": sum(sum(row["loss_mask"]) for row in rows), "cut_at_limit": finishes["length"],
-            "answers": dict(sorted(counts.items())), "fingerprint": mark, "xxh3": xxh3_file(path)}
+    report = {"prompts": len(work.talks), "records": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows),
+              "supervised": sum(sum(row["loss_mask"]) for row in rows), "cut_at_limit": finishes["length"],
+              "answers": dict(sorted(work.counts.items())), "fingerprint": mark}
+    ended = Counter(talk.why for talk in work.talks.values() if talk.why)
+    more = {"limit": dataset.limit, "left_out": dataset.left_out, "ended_early": dict(sorted(ended.items()))}
+    if not work.answerer.here:
+        more |= {"model": work.answerer.model, "on_policy": work.answerer.on_policy,
+                 "asks": {name: work.asks[name] for name in ("given", "succeeded", "failed", "skipped")},
+                 "lost": dict(sorted(work.lost.items())), "spent": asdict(work.journal.spent), "complete": complete}
+    return report | {name: value for name, value in more.items() if value or isinstance(value, bool)}
 
 
-def line(name: str, report: dict) -> str:
-    """What came of a dataset, in one line."""
-    kept = {"stop", "length", "given up"}
+def line(part: Part) -> str:
+    """What came of a part, in one line."""
+    report, kept = part.report, {"stop", "length", "tool_calls", "given up", "by markers alone"}
     faults = ", ".join(f"{count} {reason}" for reason, count in report["answers"].items() if reason not in kept)
-    return (f"  {name:<14} {report['records']:>4} records of {report['prompts']} prompts, "
+    lost = "".join(f", {count} {reason}" for reason, count in report.get("lost", {}).items())
+    return (f"  {part.name:<14} {report['records']:>4} records of {report['prompts']} prompts, "
             f"{report['tokens']:>6,} tokens, {report['supervised']:>6,} supervised; "
-            f"{report['cut_at_limit']} cut at the limit; sampled again: {faults or 'none'}")
+            f"{report['cut_at_limit']} cut at the limit; sampled again: {faults or 'none'}"
+            f"{f'; incomplete{lost}' if part.incomplete else ''}")

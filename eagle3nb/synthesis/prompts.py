@@ -37,12 +37,17 @@ HELD_OUT = {"count": int, "prompts": list, "templates": list, "slots": dict}
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation without its answers: the messages before the first one, then a message before each other."""
+    """One conversation without its answers: the messages before the first one, then those before each other.
+
+    `opening`: the system message, if any, the user's first turn, and whatever was said before by others. `later`: of
+    each further answer the messages that go before it, one of the user's, or the tools' results together.
+    """
 
     id: str
     source: str
-    opening: tuple[dict, ...]  # {"role", "content"}: the system message, if any, and the user's first turn
-    later: tuple[dict, ...] = ()
+    opening: tuple[dict, ...]  # {"role", "content"}
+    later: tuple[tuple[dict, ...], ...] = ()
+    tools: tuple[dict, ...] = ()  # as OpenAI's API has them
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ def as_turns(entry) -> list[dict]:
 
 def as_prompt(recipe: Recipe, name: str, row: list[dict]) -> Prompt:
     system = ({"role": "system", "content": recipe.system.strip()},) if recipe.system else ()
-    return Prompt(name, recipe.name, (*system, row[0]), tuple(row[1:]))
+    return Prompt(name, recipe.name, (*system, row[0]), tuple((message,) for message in row[1:]))
 
 
 def filled(templates, slots: dict, seed: str):

@@ -12,11 +12,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eagle3nb.corpus.masks import find_markers
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis import answers
-from eagle3nb.synthesis.answers import agree, journal, looping, standing, synthesise
-from eagle3nb.synthesis.prompts import expand, load_recipe
+from eagle3nb.synthesis.answerer import Answerer, TargetHere
+from eagle3nb.synthesis.answers import make, make_all, standing
+from eagle3nb.synthesis.endpoint import Answer, Ask
+from eagle3nb.synthesis.journal import opened
+from eagle3nb.synthesis.prompts import Prompt, load_recipe
+from eagle3nb.synthesis.sources import Dataset
+from eagle3nb.synthesis.talks import Row, agree, begin, language_of, looping
 
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -51,6 +55,10 @@ class Script:
         self.facts = SimpleNamespace(eos=(END,), vocab=301)
         self.asked = []
 
+    @property
+    def answerer(self):
+        return Answerer(TargetHere("", target=self), "", True, True, 10**6)
+
     def generate(self, prompts, *, seed, done, max_new_tokens, **settings):
         for i, (ids, one) in enumerate(zip(prompts, seed, strict=True)):
             if len(self.asked) == self.stop_after:
@@ -65,8 +73,27 @@ class Script:
 
 @pytest.fixture
 def recipe(tmp_path):
-    (tmp_path / "X1_test.yml").write_text(RECIPE)
-    return load_recipe(tmp_path / "X1_test.yml")
+    return dataset_of(tmp_path, RECIPE)
+
+
+def dataset_of(folder, text):
+    (folder / "X1_test.yml").write_text(text)
+    recipe = load_recipe(folder / "X1_test.yml")
+    return Dataset("X1_test", "a recipe", None, recipe.max_new_tokens, recipe.temperature, recipe.top_p, recipe=recipe)
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """Locks go to a project of the test's own."""
+    for folder in ("notebooks", "params"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+
+
+def synthesise(dataset, script, tokenizer, out_dir, seed=1, weights="w"):
+    """The report of one part."""
+    return make(dataset, script.answerer, language_of(tokenizer, (END,)), out_dir, seed,
+                {"config": "c", "weights": weights}).report
 
 
 def rows_of(folder):
@@ -74,7 +101,7 @@ def rows_of(folder):
 
 
 def test_a_record_is_the_prompt_and_the_targets_own_ids(tmp_path, recipe, tokenizer):
-    report = synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path, 1, "mark")
+    report = synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path)
     rows = rows_of(tmp_path)
     text = "<|im_start|>user\nAa?<|im_end|>\n<|im_start|>assistant\nSo Aa?<|im_end|>\n"
     assert rows[0]["input_ids"] == tokenizer(text)["input_ids"]
@@ -96,7 +123,7 @@ def test_faults_are_sampled_again_counted_and_given_up(tmp_path, recipe, tokeniz
         ("And then?", 0): [END], ("And then?", 1): [5, 1, 5, END], ("And then?", 2): [END],  # no second turn
         ("Cc?", 0): list(range(40, 90)),                          # cut at the limit: kept, and said so
         ("Dd?", 0): [END], ("Dd?", 1): [END], ("Dd?", 2): [END]})  # no record at all
-    report = synthesise(recipe, script, tokenizer, tmp_path, 1, "mark")
+    report = synthesise(recipe, script, tokenizer, tmp_path)
     rows = {row["id"][-1]: row for row in rows_of(tmp_path)}
     assert sorted(rows) == ["0", "1", "2"]
     assert tokenizer.decode(rows["0"]["input_ids"]).endswith("So Aa?<|im_end|>\n")
@@ -112,12 +139,12 @@ def test_faults_are_sampled_again_counted_and_given_up(tmp_path, recipe, tokeniz
 @pytest.mark.parametrize("stop_after", [0, 1, 3, 5])
 def test_an_interrupted_run_resumes_and_asks_for_nothing_twice(tmp_path, recipe, tokenizer, stop_after):
     said = {("Aa?", 0): CIRCLE}
-    synthesise(recipe, Script(tokenizer, said), tokenizer, tmp_path / "whole", 1, "mark")
+    synthesise(recipe, Script(tokenizer, said), tokenizer, tmp_path / "whole")
     first, second = Script(tokenizer, said, stop_after), Script(tokenizer, said)
     with pytest.raises(KeyboardInterrupt):
-        synthesise(recipe, first, tokenizer, tmp_path / "torn", 1, "mark")
+        synthesise(recipe, first, tokenizer, tmp_path / "torn")
     assert not (tmp_path / "torn/X1_test/part-000.jsonl.gz").exists()
-    synthesise(recipe, second, tokenizer, tmp_path / "torn", 1, "mark")
+    synthesise(recipe, second, tokenizer, tmp_path / "torn")
     assert sorted(first.asked + second.asked) == sorted([(t, 0) for t in ("Aa?", "Bb?", "Cc?", "Dd?", "And then?")]
                                                         + [("Aa?", 1)])
     whole, torn = ((tmp_path / name / "X1_test/part-000.jsonl.gz").read_bytes() for name in ("whole", "torn"))
@@ -127,42 +154,53 @@ def test_an_interrupted_run_resumes_and_asks_for_nothing_twice(tmp_path, recipe,
 
 def test_the_journal_forgets_a_torn_line_and_another_runs_answers(tmp_path):
     path = tmp_path / "journal"
-    with journal(path, "one") as (known, note):
-        note(("a", 0, 0), [1, 2])
-        note(("b", 0, 0), [3])
-    path.write_bytes(path.read_bytes()[:-4])
-    with journal(path, "one") as (known, note):
-        assert known == {("a", 0, 0): [1, 2]}
-        note(("b", 0, 0), [4])
-    with journal(path, "one") as (known, _):
-        assert known == {("a", 0, 0): [1, 2], ("b", 0, 0): [4]}
-    with journal(path, "two") as (known, _):
-        assert known == {}
+
+    def known(mark, *notes, tear=0):
+        with opened(path, mark) as journal:
+            before = {key: list(answer.ids) for key, answer in journal.known.items()}
+            for key, ids in notes:
+                journal.note(Ask(key), Answer(key, "stop", ids=tuple(ids)))
+        path.write_bytes(path.read_bytes()[:-tear or None])
+        return before
+
+    a, b = ("a", 0, 0), ("b", 0, 0)
+    assert known("one", (a, [1, 2]), (b, [3]), tear=4) == {}
+    assert known("one", (b, [4])) == {a: [1, 2]}
+    assert known("one") == {a: [1, 2], b: [4]}
+    assert known("two") == {}
 
 
 def test_a_finished_dataset_stands_until_something_changes(tmp_path, recipe, tokenizer):
     assert standing(tmp_path, "X1_test", "mark") is None
-    report = synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path, 1, "mark")
-    assert standing(tmp_path, "X1_test", "mark") == report
+    report = synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path)
+    assert standing(tmp_path, "X1_test", report["fingerprint"]) == report
     assert standing(tmp_path, "X1_test", "other") is None
+    again = Script(tokenizer, {})
+    assert synthesise(recipe, again, tokenizer, tmp_path) == report and not again.asked
     (tmp_path / "X1_test/part-000.jsonl.gz").write_bytes(b"torn")
-    assert standing(tmp_path, "X1_test", "mark") is None
+    assert standing(tmp_path, "X1_test", report["fingerprint"]) is None
+    assert synthesise(recipe, again, tokenizer, tmp_path) == report and len(again.asked) == 5
+
+
+def test_a_rehearsal_makes_few_records_and_replaces_no_whole_dataset(tmp_path, recipe, tokenizer):
+    few = synthesise(replace(recipe, limit=2), Script(tokenizer, {}), tokenizer, tmp_path)
+    assert few["records"] == few["limit"] == len(rows_of(tmp_path)) == 2
+    whole = synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path)
+    assert whole["records"] == 4 and "limit" not in whole
+    script = Script(tokenizer, {})
+    assert synthesise(replace(recipe, limit=2), script, tokenizer, tmp_path) == whole and not script.asked
 
 
 def test_parts_are_files_of_the_seeds_one_after_another(tmp_path, tokenizer, monkeypatch, capsys):
     """Ids stand once, the first part is what a command without parts makes, and more parts leave those that stand."""
-    (tmp_path / "prompts").mkdir()
-    (tmp_path / "prompts" / "X1_test.yml").write_text(
-        RECIPE.replace("count: 4", "count: 6") + 'templates: ["What of {x}?"]\nslots: {x: [a, b, c, d, e, f]}\n')
+    dataset = dataset_of(tmp_path, RECIPE.replace("count: 4", "count: 6")
+                         + 'templates: ["What of {x}?"]\nslots: {x: [a, b, c, d, e, f]}\n')
     script = Script(tokenizer, {})
-    for name, value in {"target_dir": lambda name: tmp_path, "load_tokenizer": lambda folder: tokenizer,
-                        "target_identity": lambda folder: {"config": "c", "weights": "w"}}.items():
-        monkeypatch.setattr(f"eagle3nb.states.target.{name}", value)
-    monkeypatch.setattr("eagle3nb.states.hf.TransformersTarget", lambda folder: script)
+    monkeypatch.setattr(answers, "target_identity", lambda folder: {"config": "c", "weights": "w"})
 
     def made(out, parts):
         script.asked.clear()
-        answers.main(tmp_path / "prompts", tmp_path / out, [], 1, parts)
+        make_all([dataset], parts, script.answerer, language_of(tokenizer, (END,)), tmp_path / out, 1, tmp_path)
         return {path.name: path.read_bytes() for path in sorted((tmp_path / out / "X1_test").iterdir())}
 
     one, three = made("one", 1), made("three", 3)
@@ -183,35 +221,41 @@ def test_parts_are_files_of_the_seeds_one_after_another(tmp_path, tokenizer, mon
 
 
 def test_no_usable_answer_is_an_error_that_keeps_what_stood(tmp_path, recipe, tokenizer):
-    synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path, 1, "mark")
+    synthesise(recipe, Script(tokenizer, {}), tokenizer, tmp_path)
     before = rows_of(tmp_path)
     silent = Script(tokenizer, {(t, a): [END] for t in ("Aa?", "Bb?", "Cc?", "Dd?") for a in range(3)})
     with pytest.raises(UserError, match="no answer was usable"):
-        synthesise(recipe, silent, tokenizer, tmp_path, 1, "other")
+        synthesise(recipe, silent, tokenizer, tmp_path, weights="other")
     assert rows_of(tmp_path) == before
 
 
 def test_fingerprints_follow_the_rows_not_the_evaluation(recipe, tokenizer):
-    def mark(recipe, seed=1, **identity):
-        talks = [answers.begin(prompt, tokenizer) for prompt in expand(recipe, seed)]
-        return answers.fingerprint(recipe, talks, seed, {"config": "c", "weights": "w"} | identity)
+    def mark(seed=1, answerer=None, weights="w", temperature=0.5, **changed):
+        dataset = replace(recipe, recipe=replace(recipe.recipe, **changed), temperature=temperature)
+        talks = [begin(prompt, tokenizer) for prompt in dataset.prompts(seed)]
+        identity = {"config": "c", "weights": weights, "tokenizer": "t"}
+        return answers.fingerprint(dataset, talks, seed, identity, answerer or Script(tokenizer, {}).answerer)
 
-    base = mark(recipe)
-    assert mark(replace(recipe, held_out={"count": 1}, about="x"), tokenizer="t") == base
-    others = [mark(replace(recipe, temperature=0.6)), mark(replace(recipe, system="Hm.")), mark(recipe, 2),
-              mark(recipe, weights="v"), mark(replace(recipe, count=3))]
-    assert len({base, *others}) == 6
+    base = mark()
+    assert mark(held_out={"count": 1}, about="x") == base
+    others = [mark(temperature=0.6), mark(system="Hm."), mark(2), mark(weights="v"), mark(count=3),
+              mark(answerer=Answerer(None, "m", True, True)), mark(answerer=Answerer(None, "n", True, True)),
+              mark(answerer=Answerer(None, "m", False, True)), mark(answerer=Answerer(None, "m", True, False))]
+    assert len({base, *others}) == 10
 
 
 def test_agreement_fails_for_another_mask_or_text(tokenizer):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
     ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n"))["input_ids"]
     mask = [0] * (len(ids) - 5) + [1] * 5
-    markers = find_markers(tokenizer)
-    assert agree(ids, mask, messages, tokenizer, markers)
-    assert agree(ids[:-1], mask[:-1], messages, tokenizer, markers)  # cut at its limit
-    assert not agree(ids, [0, *mask[:-1]], messages, tokenizer, markers)
-    assert not agree(ids, mask, [messages[0], {"role": "assistant", "content": "Wells"}], tokenizer, markers)
+    language = language_of(tokenizer, (END,))
+
+    def agreed(ids, mask, said="Well", own=frozenset({1})):
+        row = Row(ids, mask, [messages[0], {"role": "assistant", "content": said}], own, "stop")
+        return agree(row, Prompt("a", "b", ()), language)
+
+    assert agreed(ids, mask) == agreed(ids[:-1], mask[:-1]) == "both"  # the second is cut at its limit
+    assert agreed(ids, [0, *mask[:-1]]) == agreed(ids, mask, "Wells") == agreed(ids, mask, own=frozenset()) == ""
 
 
 def test_loops_are_told_from_texts_that_repeat_a_little():

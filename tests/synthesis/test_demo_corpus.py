@@ -18,8 +18,8 @@ from eagle3nb.corpus.masks import (
     render,
     teacher_positions,
 )
-from eagle3nb.synthesis.answers import looping
 from eagle3nb.synthesis.prompts import expand, load_recipes, write_held_out
+from eagle3nb.synthesis.talks import looping
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 RECIPES = {recipe.name: recipe for recipe in load_recipes(DATA / "prompts")}
@@ -43,7 +43,7 @@ def tokenizer():
 def corpus_prompts():
     """Every text that a corpus row says before an answer, A1 included."""
     return [message["content"] for recipe in RECIPES.values() for prompt in expand(recipe, SEED)
-            for message in (*prompt.opening, *prompt.later) if message["role"] != "system"]
+            for turn in (prompt.opening, *prompt.later) for message in turn if message["role"] != "system"]
 
 
 @cache

@@ -49,14 +49,15 @@ def test_a_larger_count_only_adds(tmp_path):
 def test_hand_written_first_then_every_template_in_turn(tmp_path):
     prompts = expand(recipe(tmp_path), 1)
     assert texts(prompts)[:2] == ["What is time?", "How are you?"]
-    assert [m["content"] for m in prompts[1].later] == ["And now?"]
+    assert [m["content"] for turn in prompts[1].later for m in turn] == ["And now?"]
     assert prompts[0].opening[0] == {"role": "system", "content": "Be brief."}
     starts = Counter(text.split()[0] for text in texts(prompts)[2:])
     assert starts == {"What": 3, "Compare": 4}  # three things; the other template fills the count
 
 
 def test_follow_ups_speak_of_the_same_slots(tmp_path):
-    later = [(p.opening[-1]["content"], message) for p in expand(recipe(tmp_path), 1)[2:] for message in p.later]
+    later = [(p.opening[-1]["content"], message) for p in expand(recipe(tmp_path), 1)[2:]
+             for turn in p.later for message in turn]
     assert later
     for opening, message in later:
         said = message["content"].removeprefix("More about ").removesuffix("?").strip('{}": 1')

@@ -1,16 +1,16 @@
 """The larger profile's corpus: no evaluation prompt is among what it asks, for any seed of its parts."""
 
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from eagle3nb.synthesis.prompts import expand, expand_held_out, load_recipes
+from eagle3nb.synthesis.sources import datasets
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAD = (ROOT / "params/smollm2/common.yml").read_text()
-PARTS = int(re.search(r"--parts (\d+)", HEAD).group(1))
+PROFILE = {name: yaml.safe_load((ROOT / f"params/smollm2/{name}.yml").read_text()) for name in ("common", "synthesis")}
+PARTS = PROFILE["synthesis"]["parts"]
 RECIPES = [recipe for recipe in load_recipes(ROOT / "data/prompts") if not recipe.name.startswith("A1")]
 
 
@@ -27,7 +27,7 @@ def grams(text, n=4):
 def test_held_out_prompts_are_never_asked(recipe):
     """None occurs in a training prompt, and at most half of its runs of four words stand in any one."""
     asked = {message["content"] for seed in range(1, 1 + PARTS) for prompt in expand(recipe, seed)
-             for message in (*prompt.opening, *prompt.later) if message["role"] != "system"}
+             for turn in (prompt.opening, *prompt.later) for message in turn if message["role"] != "system"}
     held = [prompt.opening[-1]["content"] for prompt in expand_held_out(recipe, 1)]
     assert len(asked) > len(expand(recipe, 1)) and len(held) >= 5
     for text in held:
@@ -36,10 +36,12 @@ def test_held_out_prompts_are_never_asked(recipe):
         assert max(len(own & grams(other)) for other in asked) <= 0.5 * len(own), text
 
 
-def test_the_commands_name_every_dataset_that_is_trained_on():
-    names = re.search(r"--only ((?:.|\n)*?)\n#   eagle3nb run", HEAD).group(1)
-    assert re.findall(r"[A-Z]\d_\w+", names) == [recipe.name for recipe in RECIPES]
-    assert yaml.safe_load(HEAD)["data_root"] in HEAD.split("--parts")[0]
+def test_what_is_made_is_what_is_trained_on():
+    common, own = PROFILE["common"], PROFILE["synthesis"]
+    made = datasets(own["prompts"], data_root=common["data_root"], exclude=common["exclude"], max_new_tokens=1,
+                    temperature=1.0, top_p=1.0)
+    assert [dataset.recipe for dataset in made] == RECIPES and PARTS == 4
+    assert not {"exclude", "datasets", "seed", "data_root"} & set(own), "the stages after it would read another corpus"
 
 
 @pytest.mark.parametrize("stage", ["audit", "extraction", "training"])

@@ -1,0 +1,365 @@
+"""Talks: conversations on their way from prompt to record, one answer at a time.
+
+An answer comes as ids (the target here, SGLang's /generate): then the record is exactly what the target saw and wrote.
+Or it comes as a message (a chat endpoint): then the target's own template renders it and its tokenizer reads that. Both
+derivations of the mask must agree with the record before it is kept; where the template is not prefix-stable, the
+markers' alone, and the text must give its own tokens back.
+
+A template may rewrite what was said before, by leaving out the thoughts of earlier turns. What the target saw at a
+later turn is then no continuation of what it wrote at an earlier one, and a talk becomes a row a turn: the earlier
+turns as the later prompt has them, not supervised, and the new answer, supervised.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import product
+from os.path import commonprefix
+
+import numpy as np
+from jinja2 import TemplateError
+
+from eagle3nb.corpus.loops import ends_in_circles
+from eagle3nb.corpus.masks import Markers, encode, find_markers, mask_from_markers, mask_from_prefixes, render
+from eagle3nb.corpus.template import THINKING
+from eagle3nb.synthesis.endpoint import Answer
+from eagle3nb.synthesis.prompts import Prompt
+
+ATTEMPTS = 3  # samples of one answer before it is given up
+FINAL = ("refused", "cut in its thought", "cut in its call", "longer than the context")  # others are sampled again
+LOOP_GRAM, LOOP_SHARE, LOOP_TAIL = 8, 0.35, 24
+REFUSES = (TemplateError, TypeError, ValueError, KeyError)  # by a template that has no place for some messages
+
+
+@dataclass(frozen=True)
+class Language:
+    """How the target writes. `free`: special tokens that its template itself puts into an answer, around thoughts and
+    calls; any other in an answer's text is a fault. `thinks`: the template takes thoughts as `reasoning_content`."""
+
+    tokenizer: object
+    markers: Markers
+    eos: tuple[int, ...]
+    free: frozenset[int]
+    thinks: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record so far. `own`: the places in `messages` of the answers that are supervised in it."""
+
+    ids: list[int]
+    mask: list[int]
+    messages: list[dict]
+    own: frozenset[int]
+    finish: str  # "stop", "length" or "tool_calls" of the last answer
+
+
+@dataclass
+class Talk:
+    """`messages` as the template takes them, `said` as a chat endpoint does; `asked`: the rendered prompt's ids."""
+
+    prompt: Prompt
+    asked: list[int]
+    messages: list[dict]
+    said: list[dict]
+    rows: list[Row] = field(default_factory=list)  # the last one may still grow
+    turn: int = 0  # the answer that is wanted next
+    attempt: int = 0
+    over: bool = False
+    why: str = ""  # it is over before its last turn
+    model: str = ""  # that answered last, where an endpoint did
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.prompt.id, self.turn, self.attempt
+
+
+def language_of(tokenizer, eos: tuple[int, ...]) -> Language:
+    """Raises UserError where the template has no markers."""
+    markers = find_markers(tokenizer)
+    known = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    free = {known[mark] for pair in THINKING for mark in pair if mark in known}
+    call = {"id": "functions.look:0", "type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {
+        "type": "object", "properties": {"at": {"type": "string"}}}}}
+    answer = {"role": "assistant", "content": "Well", "reasoning_content": "Hm", "tool_calls": [call]}
+    try:
+        ids = encode(tokenizer, render(tokenizer, [{"role": "user", "content": "Hi"}, answer], tools=[tool]))
+        free |= {token for token, own in zip(ids, mask_from_markers(np.asarray(ids), markers), strict=True) if own}
+    except REFUSES:
+        pass  # a template without tools
+    free -= {markers.end_of_turn, *eos}
+    return Language(tokenizer, markers, tuple(eos), frozenset(free & set(markers.special_ids)),
+                    "reasoning_content" in tokenizer.get_chat_template())
+
+
+# ---------------------------------------------------------------------------------------------------- asking
+
+
+def begin(prompt: Prompt, tokenizer) -> Talk:
+    """A talk that waits for its first answer; over at once where the template has no place for such messages."""
+    opening = list(prompt.opening)
+    try:
+        return Talk(prompt, asked_ids(opening, prompt, tokenizer), opening, opening)
+    except REFUSES:
+        return Talk(prompt, [], opening, opening, over=True, why="template refuses")
+
+
+def asked_ids(messages: list[dict], prompt: Prompt, tokenizer) -> list[int]:
+    return encode(tokenizer, render(tokenizer, messages, generation=True, tools=list(prompt.tools) or None))
+
+
+def follow(talk: Talk, said: dict | None, tokenizer) -> None:
+    """After an answer: the prompt's next messages go behind it; the talk is over where there are none, or they do not
+    fit. `said`: a chat endpoint's answer; None for one of ids.
+
+    Tools' results belong to the calls of the answer before, one each, and take over their ids. In an answer of ids a
+    call is text to us, and whether the result fits is the prompt's affair.
+    """
+    talk.turn, talk.attempt = talk.turn + 1, 0
+    if talk.over or talk.turn > len(talk.prompt.later):
+        talk.over = True
+        return
+    block, calls = list(talk.prompt.later[talk.turn - 1]), (said or {}).get("tool_calls") or []
+    results = [message for message in block if message["role"] == "tool"]
+    if said and len(calls) != len(results):
+        talk.over, talk.why = True, "results do not fit the calls"
+        return
+    if calls:
+        block = [{**message, "tool_call_id": call.get("id", "")} for message, call in zip(results, calls, strict=True)]
+    talk.messages, talk.said = [*talk.messages, *block], [*talk.said, *block]
+    try:
+        talk.asked = asked_ids(talk.messages, talk.prompt, tokenizer)
+    except REFUSES:
+        talk.over, talk.why = True, "template refuses"
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+def take(talk: Talk, answer: Answer, language: Language, counts: Counter) -> None:
+    """Judge an answer and move its talk on: the next turn, another attempt, or the end.
+
+    `counts`: answers kept by how they ended, and faults by reason; "given up" counts talks.
+    """
+    talk.model = answer.model or talk.model
+    if answer.outcome in ("refused", "failed"):
+        found, fault, note = None, "refused" if answer.outcome == "refused" else answer.reason, ""
+    elif answer.ids:
+        found, fault, note = row_of_ids(talk, list(answer.ids), language)
+    else:
+        found, fault, note = row_of_message(talk, answer, language)
+    if fault:
+        counts[fault] += 1
+        talk.attempt += 1
+        talk.over = talk.attempt == ATTEMPTS or fault in FINAL
+        counts["given up"] += talk.attempt == ATTEMPTS
+        talk.why = "" if not talk.over else "given up" if talk.attempt == ATTEMPTS else fault
+        return
+    counts[found.finish] += 1
+    if note:
+        counts[note] += 1
+    if talk.rows and found.ids[:len(talk.rows[-1].ids)] == talk.rows[-1].ids:
+        talk.rows.pop()
+    talk.rows.append(found)
+    talk.messages, talk.said = found.messages, [*talk.said, answer.message or found.messages[-1]]
+    talk.over = found.finish == "length"
+    follow(talk, answer.message, language.tokenizer)
+
+
+def row_of_ids(talk: Talk, new: list[int], language: Language) -> tuple[Row | None, str, str]:
+    """(row, fault, note) of exact ids. Notes are counted beside the answers they are about."""
+    ended = new[-1] in language.eos
+    body = new[:-1] if ended else new
+    if fault := fault_of(body, language):
+        return None, fault, ""
+    message = as_message(language.tokenizer.decode(body), language)
+    row = extended(talk, talk.asked + new, len(talk.asked), message, "stop" if ended else "length")
+    checked = agree(row, talk.prompt, language)
+    if checked != "both" and not language.markers.stable and not gives_back(row.ids, talk.asked, language.tokenizer):
+        checked = ""
+    # The text's own tokens are not those that were sampled: a server would see others at the next turn.
+    return (row, "", "" if checked == "both" else "by markers alone") if checked else (None, "retokenises", "")
+
+
+def as_message(text: str, language: Language) -> dict:
+    """An answer's text as the template takes it back: the thought apart, where the template has a place for it."""
+    for opener, closer in THINKING if language.thinks else ():
+        thought, closed, said = text.partition(closer)
+        if closed:
+            return {"role": "assistant", "content": said.lstrip("\n"),
+                    "reasoning_content": thought.rpartition(opener)[2].strip("\n")}
+    return {"role": "assistant", "content": text}
+
+
+def gives_back(ids: list[int], asked: list[int], tokenizer) -> bool:
+    """Whether decoding and encoding gives the ids again; True too for a tokenizer of which no prompt's ids do."""
+    def again(some):
+        return encode(tokenizer, tokenizer.decode(some)) == some
+    return again(ids) or not again(asked)
+
+
+def row_of_message(talk: Talk, answer: Answer, language: Language) -> tuple[Row | None, str, str]:
+    """(row, fault, note) of a chat endpoint's answer, as the target's template writes it."""
+    said, cut = answer.message, answer.outcome == "length"
+    content = said.get("content") or ""
+    if cut and not content.strip():
+        return None, "cut in its thought" if said.get("reasoning_content") else "empty", ""
+    if cut and said.get("tool_calls"):
+        return None, "cut in its call", ""
+    if any(arguments_of(call) is None for call in said.get("tool_calls") or ()):
+        return None, "call is no JSON", ""
+    tools, tokenizer = list(talk.prompt.tools) or None, language.tokenizer
+    before = render(tokenizer, talk.messages, tools=tools)
+    for message, wanted in forms(said, language):
+        try:
+            text = render(tokenizer, [*talk.messages, message], tools=tools)
+        except REFUSES:
+            continue
+        begin = len(commonprefix([before, text]))
+        if all(part in text[begin:] for part in wanted):
+            break
+    else:
+        return None, "template drops it", ""
+    if cut:  # what the template writes behind it was not generated
+        text = text.rpartition(tokenizer.decode([language.markers.end_of_turn]))[0].rstrip()
+    ids = encode(tokenizer, text)
+    derived = mask_from_markers(np.asarray(ids), language.markers)
+    spans = runs(derived)
+    if len(spans) != sum(m["role"] == "assistant" for m in talk.messages) + 1:
+        return None, "masks disagree", ""
+    start, end = spans[-1]
+    row = extended(talk, ids[:end], start, message, answer.outcome)
+    if not cut and ids[end - 1] != language.markers.end_of_turn:
+        return None, "masks disagree", ""
+    if fault := fault_of(ids[start:end - (not cut)], language):
+        return None, fault, ""
+    checked = agree(row, talk.prompt, language)
+    dropped = bool(said.get("reasoning_content")) and said["reasoning_content"].strip() not in text
+    note = "thought dropped by the template" if dropped else "" if checked == "both" else "by markers alone"
+    return (row, "", note) if checked else (None, "masks disagree", "")
+
+
+def arguments_of(call: dict) -> dict | None:
+    """A call's arguments as an object; None where they are none."""
+    given = call["function"].get("arguments") or "{}"
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def forms(said: dict, language: Language):
+    """(message, texts that must be in its rendering): the forms that templates take an answer in, the most faithful
+    first. Thoughts as a field of their own, inside the content, or not at all; a call's arguments as the text that the
+    model wrote, or as an object."""
+    content, thought = said.get("content") or "", said.get("reasoning_content") or ""
+    calls, opened = said.get("tool_calls") or (), THINKING[0]
+    plain = {"role": "assistant", "content": content}
+    ways = [(plain, [])]
+    if thought:
+        within = f"{opened[0]}\n{thought}\n{opened[1]}\n\n{content}"
+        inside = [({**plain, "content": within}, [thought.strip()])]
+        ways = [({**plain, "reasoning_content": thought}, [thought.strip()]),
+                *(inside if opened[1] in language.tokenizer.get_chat_template() else []), *ways]
+    for (message, wanted), as_text in product(ways, (True, False) if calls else (True,)):
+        wanted = [*wanted, *([content.strip()] if content.strip() else [])]
+        if calls:
+            made = [{**call, "function": {**call["function"], "arguments": call["function"].get("arguments") or "{}"
+                                          if as_text else arguments_of(call)}} for call in calls]
+            message = {**message, "tool_calls": made}
+            wanted += [call["function"]["name"] for call in made]
+            wanted += [call["function"]["arguments"] for call in made] if as_text else []
+        yield message, wanted
+
+
+def extended(talk: Talk, ids: list[int], start: int, message: dict, finish: str) -> Row:
+    """The talk's last row with this answer (ids[start:]), or where `ids` do not go on with it, a row of its own."""
+    last = talk.rows[-1] if talk.rows else Row([], [], [], frozenset(), "")
+    if ids[:len(last.ids)] != last.ids:
+        last = Row([], [], [], frozenset(), "")
+    mask = last.mask + [0] * (start - len(last.mask)) + [1] * (len(ids) - start)
+    return Row(ids, mask, [*talk.messages, message], last.own | {len(talk.messages)}, finish)
+
+
+# ---------------------------------------------------------------------------------------------------- judging
+
+
+def fault_of(body: list[int], language: Language) -> str:
+    """Why an answer's tokens (without the end of turn) make no record; empty if they do."""
+    if len(body) < 2:
+        return "empty"
+    if set(body) & (set(language.markers.special_ids) - language.free):
+        return "special token"
+    return "looping" if looping(body) else ""
+
+
+def looping(ids) -> bool:
+    """Whether a text goes round in circles: over a third of its 8-grams stood there before, or its last 24 tokens or
+    more repeat a block of at most half their length."""
+    ids = np.asarray(ids)
+    grams = [tuple(ids[i:i + LOOP_GRAM].tolist()) for i in range(len(ids) - LOOP_GRAM + 1)]
+    if len(grams) >= LOOP_TAIL and 1 - len(set(grams)) / len(grams) > LOOP_SHARE:
+        return True
+    return ends_in_circles(ids)
+
+
+def agree(row: Row, prompt: Prompt, language: Language) -> str:
+    """Whether a row's ids and mask equal both derivations, from the markers and from its messages' own rendering:
+    "both"; "markers", where the template is not prefix-stable and the second does not apply; "" where one disagrees.
+
+    An answer cut at its limit lacks the end of turn that its rendering has: there the ids must begin the rendering.
+    """
+    derived = mask_from_markers(np.asarray(row.ids), language.markers)
+    speakers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+    spans = runs(derived)
+    if not row.own.issuperset(speakers):
+        if len(spans) != len(speakers):
+            return ""
+        for place, (begin, end) in zip(speakers, spans, strict=True):
+            derived[begin:end] *= place in row.own
+    if not np.array_equal(derived, row.mask):
+        return ""
+    found = mask_from_prefixes(row.messages, language.tokenizer, list(prompt.tools) or None, row.own)
+    same = found is not None and found[0][:len(row.ids)].tolist() == row.ids
+    if same:
+        return "both" if found[1][:len(row.ids)].tolist() == row.mask else ""
+    return "" if language.markers.stable else "markers"
+
+
+def runs(mask: np.ndarray) -> list[list[int]]:
+    """[begin, end] of each run of ones."""
+    return np.flatnonzero(np.diff(mask, prepend=np.uint8(0), append=np.uint8(0))).reshape(-1, 2).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------- records
+
+
+def records(talk: Talk, tokenizer, part: int = 0, facts: dict | None = None) -> list[dict]:
+    """The talk's records as DESIGN section 3 has them. `facts`: what else stands in each, of an endpoint's answers."""
+    return [as_record(talk, row, number, tokenizer, part, facts) for number, row in enumerate(talk.rows)]
+
+
+def as_record(talk: Talk, row: Row, number: int, tokenizer, part: int, facts: dict | None) -> dict:
+    """A cut answer's text would not give its ids back, so such a record has no `messages` (an endpoint's has `prompt`,
+    those before the answer); any other equals its messages' rendering, to the line break at the end."""
+    name = f"{talk.prompt.id}#{number + 1}" if number else talk.prompt.id
+    tools = list(talk.prompt.tools)
+    record = {"id": numbered(name, part), "input_ids": row.ids, "loss_mask": row.mask, "finish": row.finish}
+    if row.finish != "length":
+        record["messages"] = row.messages
+        whole = encode(tokenizer, render(tokenizer, row.messages, tools=tools or None))
+        if whole[:len(row.ids)] == row.ids:
+            record["input_ids"] = whole
+            record["loss_mask"] = row.mask + [0] * (len(whole) - len(row.ids))
+    elif facts is not None:
+        record["prompt"] = row.messages[:-1]
+    if tools:
+        record["tools"] = tools
+    return record | (facts or {})
+
+
+def numbered(name: str, part: int) -> str:
+    """A dataset's name, or a row's: of a later part with the part's number, so that it stands once."""
+    return f"{name}.{part}" if part else name

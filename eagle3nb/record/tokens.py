@@ -38,6 +38,8 @@ STRIP = "font-family:monospace;white-space:pre-wrap;overflow-wrap:break-word;lin
 LEGEND = (f'<p style="font-size:90%">Tokens around the fault: <span style="{SUPERVISED}">supervised</span>, not '
           f'supervised, <strong style="{FAULT}">❲here is the fault❳</strong>; ⏎ a line break, � a part of a character; '
           "tokens count from 0, the number under the pointer is an id.</p>")
+MARKS = (f'<p style="font-size:90%"><span style="{SUPERVISED}">supervised</span>, not supervised; ⏎ a line break; the '
+         "number under the pointer is a token's id.</p>")
 LEGEND_TEXT = "Tokens around the fault: ⟦supervised⟧, not supervised, [[here is the fault]]; ⏎ a line break."
 
 
@@ -82,6 +84,18 @@ def examples(listed: list[Finding], found: Survey, tokenizer=None, most: int = E
             raw = lines.get((example["file"], example["line"]))
             for parts, part in zip((html, text), _example(finding.rule, example, raw, found, tokenizer), strict=True):
                 parts.append(part)
+    return "".join(html), "\n".join(text)
+
+
+def strips(rows: list[tuple[str, list[int], list[int]]], tokenizer=None, most: int = 120) -> tuple[str, str]:
+    """(HTML, plain text) of rows (title, ids, mask): the last `most` tokens of each, the supervised ones marked."""
+    html, text = [MARKS], ["⟦supervised⟧, not supervised; ⏎ a line break."]
+    for title, ids, mask in rows:
+        begin = max(0, len(ids) - most)
+        shown = [int(token) for token in ids[begin:]]
+        window = Window(begin, len(ids), None, shown, [token_text(token, tokenizer) for token in shown], mask[begin:])
+        html.append(_box(title, _tokens_html(window)))
+        text.append(f"  {title}\n    {_tokens_text(window)}")
     return "".join(html), "\n".join(text)
 
 

@@ -113,5 +113,9 @@ def entries(lines: list[bytes], path: Path) -> tuple[dict, Spent]:
 
 def spent_before(path: Path) -> Spent:
     """What a part's answers cost so far, whatever was asked."""
-    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    return entries(lines[1:-1], path)[1] if lines[0] == HEAD else Spent()
+    return entries(path.read_bytes().split(b"\n")[1:-1], path)[1] if path.is_file() else Spent()
+
+
+def known_in(path: Path) -> dict:
+    """The answers that a part's journal holds, whatever was asked."""
+    return entries(path.read_bytes().split(b"\n")[1:-1], path)[0] if path.is_file() else {}

@@ -47,6 +47,7 @@ class Dataset:
     asked: tuple[Prompt, ...] = ()  # of all but recipes, whose prompts depend on the seed
     left_out: dict = field(default_factory=dict)
     limit: int = 0
+    anew: bool = False  # another model's answers are replaced by the target's
 
     def prompts(self, seed: int) -> list[Prompt]:
         """Of the part with this seed."""
@@ -182,6 +183,14 @@ def prompt_of(key: str, source: str, messages: list[dict], tools=()) -> Prompt:
 # ---------------------------------------------------------------------------------------------------- anew
 
 
+def check_policy(wanted: list[Dataset], on_policy: bool) -> None:
+    """UserError where a dataset is to be answered anew, and not by the target."""
+    for dataset in wanted:
+        if dataset.anew and not on_policy:
+            raise UserError(f"{dataset.name} is for the target's own answers, and another model answers; set endpoint "
+                            "to a server of the target, or to '' for the target itself, here")
+
+
 def anew(name: str, data_root: str | Path, markers: Markers | None, sampling: dict) -> Dataset:
     """The prompts of a dataset that another model answered. Its turns and tools stay; of its answers those that its
     masks do not supervise stay too, as context. A row without messages, or whose answers cannot be told apart, is left
@@ -201,7 +210,7 @@ def anew(name: str, data_root: str | Path, markers: Markers | None, sampling: di
     if not asked:
         raise UserError(f"regenerate: no row of {shown(source[0].path)} can be asked anew ({dict(left_out)})")
     return Dataset(source[0].name + ANEW, f"{shown(source[0].path)}, answered anew", source[0].path, **sampling,
-                   asked=tuple(asked), left_out=dict(left_out))
+                   asked=tuple(asked), left_out=dict(left_out), anew=True)
 
 
 def asked_anew(raw: bytes, source: str, number: int, markers: Markers | None) -> tuple[Prompt | None, str]:

@@ -1,0 +1,177 @@
+"""What the notebook shows: what will be asked and may cost, what came of it by dataset and reason, money and speed."""
+
+import gzip
+import random
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from eagle3nb.synthesis.answerer import Answerer
+from eagle3nb.synthesis.answers import Part, file_of, journal_of, report_of
+from eagle3nb.synthesis.budget import Budget, Spent
+from eagle3nb.synthesis.endpoint import Counts
+from eagle3nb.synthesis.journal import known_in
+from eagle3nb.synthesis.sources import Dataset
+from eagle3nb.synthesis.talks import Language, begin, runs
+
+NO_FAULTS = ("stop", "length", "tool_calls", "given up", "by markers alone")  # what else a report's `answers` count
+
+
+def who_answers(who: Answerer, engine: str, api: str, budget: Budget) -> list[dict]:
+    """A row a fact: who, whether on-policy, and what may still be spent."""
+    found = who.found or {}
+    server = {"openai": "a server's chat API: text, rendered and tokenised here by the target's template",
+              "sglang": "SGLang's /generate: ids in, the exact ids out"}[api]
+    rows = {"who answers": f"the target itself, here ({engine})" if who.here else f"{who.model}, by {server}",
+            "on-policy": "yes: the answers are the target's" if who.on_policy else
+            "no: another model's answers, and every record says so"}
+    if found.get("context"):
+        rows["context (tokens)"] = f"{found['context']:,}"
+    if "deterministic" in found:
+        rows["the same seed, the same text"] = "yes" if found["deterministic"] else "no, unless greedy"
+    for name, bound in budget.bounds.items():
+        used = getattr(budget.spent, name)
+        rows[f"budget: {name}"] = f"{f'{bound:,} in all' if bound else 'no bound'}, {used:,} spent before"
+    return [{"what": what, "answer": answer} for what, answer in rows.items()]
+
+
+def plan(wanted: list[Dataset], parts: int, who: Answerer, language: Language, out_dir: Path, seed: int,
+         prices: dict) -> list[dict]:
+    """A row a dataset: what is asked, how much of it is known, and what the rest may cost at most: every answer as long
+    as it may be, none sampled again; a later turn's prompt holds the answers before it."""
+    rows = []
+    for dataset in wanted:
+        prompts = [prompt for part in range(parts) for prompt in dataset.prompts(seed + part)]
+        known = sum(len(known_in(journal_of(out_dir, dataset.name, part, who.here))) for part in range(parts))
+        turns = [1 + len(prompt.later) for prompt in prompts]
+        opening = [len(begin(prompt, language.tokenizer).asked) for prompt in prompts]
+        read = sum(n * t + dataset.max_new_tokens * t * (t - 1) // 2 for n, t in zip(opening, turns, strict=True))
+        most = Spent(sum(turns), read, sum(turns) * dataset.max_new_tokens)
+        row = {"dataset": dataset.name, "prompts from": dataset.origin, "prompts": len(prompts), "answers": sum(turns),
+               "known": known, "prompt tokens": sum(opening), "longest answer": dataset.max_new_tokens,
+               "temperature": dataset.temperature, "top_p": dataset.top_p, "tokens at most": most.tokens}
+        if prices:
+            row["cost at most"] = (most.prompt_tokens * prices["prompt"]
+                                   + most.completion_tokens * prices["completion"]) / 1e6
+        rows.append(row)
+    return rows
+
+
+def by_dataset(made: list[Part], out_dir: Path, max_seq_len: int) -> list[dict]:
+    """A row a dataset, over its parts: what was made of it, and what was not."""
+    rows = {}
+    for part in made:
+        row = rows.setdefault(part.dataset.name, Counter())
+        report, answers = part.report, part.report["answers"]
+        for name in ("prompts", "records", "tokens", "supervised"):
+            row[name] += report[name]
+        row["cut at the limit"] += report["cut_at_limit"]
+        row["refused"] += answers.get("refused", 0)
+        row["given up"] += answers.get("given up", 0)
+        row["failed"] += sum(n for why, n in report.get("lost", {}).items() if why.startswith("failed"))
+        row["skipped"] += sum(n for why, n in report.get("lost", {}).items() if why.startswith("skipped"))
+        row["left out"] += sum(report.get("left_out", {}).values())
+        row[f"over {max_seq_len:,} tokens"] += sum(n > max_seq_len for n in lengths_of(part, out_dir)[1])
+    states = {name: Counter(part.state for part in made if part.dataset.name == name) for name in rows}
+    return [{"dataset": name, **row, "state": ", ".join(states[name])} for name, row in rows.items()]
+
+
+def accounts(made: list[Part]) -> list[dict]:
+    """A row a dataset of an endpoint's: asks given = succeeded + failed + skipped, over all starts."""
+    rows = {}
+    for part in made:
+        if "asks" in part.report:
+            rows.setdefault(part.dataset.name, Counter()).update(part.report["asks"])
+    return [{"dataset": name, **row} for name, row in rows.items()]
+
+
+def reasons(made: list[Part]) -> list[dict]:
+    """A row a dataset and reason: answers that made no record, and what became of their talks."""
+    rows = Counter()
+    for part in made:
+        for why, count in part.report["answers"].items():
+            if why not in NO_FAULTS and count:
+                rows[part.dataset.name, "an answer was not kept", why] += count
+        for kind, words in (("ended_early", "a talk ended before its last turn"), ("left_out", "a row was left out")):
+            for why, count in part.report.get(kind, {}).items():
+                rows[part.dataset.name, words, why] += count
+    return [{"dataset": name, "what": what, "why": why, "times": count} for (name, what, why), count in rows.items()]
+
+
+def lengths_of(part: Part, out_dir: Path) -> tuple[list[int], list[int]]:
+    """(tokens of each answer, tokens of each row) of a part's file; empty where there is none."""
+    answers, rows = [], []
+    for record in rows_of(part, out_dir):
+        rows.append(len(record["input_ids"]))
+        answers += [end - begin for begin, end in runs(np.array(record["loss_mask"], np.uint8))]
+    return answers, rows
+
+
+def answer_lengths(made: list[Part], out_dir: Path) -> dict[str, list[int]]:
+    """{dataset: tokens of each of its answers}, over its parts."""
+    found = {}
+    for part in made:
+        found.setdefault(part.dataset.name, []).extend(lengths_of(part, out_dir)[0])
+    return found
+
+
+def examples(made: list[Part], out_dir: Path, seed: int, most: int = 3) -> list[tuple[str, list[int], list[int]]]:
+    """(title, ids, mask) of a row of each of `most` parts, chosen by seed."""
+    draw = random.Random(seed)
+    chosen = []
+    for part in draw.sample(made, len(made)):
+        if len(chosen) < most and (rows := rows_of(part, out_dir, 200)):
+            row = draw.choice(rows)
+            title = (f"{part.dataset.name}, {row['id']}: {len(row['input_ids']):,} tokens, "
+                     f"{sum(row['loss_mask']):,} supervised, ended by {row['finish']}")
+            chosen.append((title, row["input_ids"], row["loss_mask"]))
+    return chosen
+
+
+def rows_of(part: Part, out_dir: Path, most: int = 0) -> list[dict]:
+    """The records of a part's file; the first `most` where it is not 0."""
+    path = file_of(out_dir, part.dataset.name, part.number)
+    if not path.is_file():
+        return []
+    with gzip.open(path, "rb") as handle:
+        return [orjson.loads(line) for line, _ in zip(handle, range(most or 1 << 60), strict=False)]
+
+
+def this_start(made: list[Part], budget: Budget) -> dict:
+    """What this start did, and what all of them spent."""
+    now = sum((part.now for part in made), Counts())
+    row = {"answers": now.succeeded, "generated tokens": now.completion_tokens, "seconds": round(now.seconds, 1),
+           "tokens_per_s": round(now.tokens_per_s, 1), "tries repeated": sum(now.retries.values())}
+    return row | ({"spent in all": round(budget.spent.money, 4)} if budget.spent.money else {})
+
+
+def verdict(made: list[Part], who: Answerer) -> str:
+    """One sentence; `amber` where something is still to be asked."""
+    reports = [part.report for part in made]
+    tokens, records = sum(r["tokens"] for r in reports), sum(r["records"] for r in reports)
+    asked = f"{records:,} records, {tokens:,} tokens in {len({p.dataset.name for p in made})} datasets"
+    policy = "on-policy" if who.on_policy else f"off-policy: {who.model} answered"
+    left = sum((Counter(part.report.get("lost", {})) for part in made if part.incomplete), Counter())
+    if not left:
+        return f"{asked}, {policy}"
+    why = ", ".join(f"{count:,} {reason}" for reason, count in left.most_common(3))
+    older = "; an earlier whole file was kept" if any(part.state == "older kept" for part in made) else ""
+    return f"amber: incomplete ({why}){older}: the next start goes on; {asked} so far, {policy}"
+
+
+def files(made: list[Part], out_dir: Path) -> list[Path]:
+    """What the stage wrote, or found standing."""
+    every = [place(out_dir, part.dataset.name, part.number) for part in made for place in (file_of, report_of)]
+    return [path for path in every if path.is_file()]
+
+
+def result(made: list[Part], who: Answerer, budget: Budget, rows: list[dict]) -> dict:
+    """For the stage's JSON twin."""
+    reports = [part.report for part in made]
+    return {"records": sum(r["records"] for r in reports), "tokens": sum(r["tokens"] for r in reports),
+            "supervised": sum(r["supervised"] for r in reports), "on_policy": who.on_policy, "model": who.model,
+            "incomplete": any(part.incomplete for part in made), "datasets": rows, "accounts": accounts(made),
+            "reasons": reasons(made), "this_start": this_start(made, budget), "spent": asdict(budget.spent)}

@@ -5,6 +5,7 @@ the cell); the thread that called takes the answers one by one and hands each to
 and whatever else is done with an answer need no lock and hold up no request.
 """
 
+import itertools
 import json
 import math
 import time
@@ -83,7 +84,7 @@ class Counts:
 
     `outcomes`: how many by "outcome" or "outcome: reason"; `retries`: tries that were repeated, by reason; tokens: of
     what came back, `estimated` times without the server's word on them; `spent`: all tries' cost, lost ones at the most
-    they can have cost; `seconds` of asking; `stopped`: why not everything was asked ("budget tokens", …), else "".
+    they can have cost; `seconds` of asking; `stopped`: why something was skipped ("budget tokens", "http 401", …).
     """
 
     given: int = 0
@@ -105,6 +106,7 @@ class Counts:
         self.succeeded += answer.outcome in GOOD
         self.failed += answer.outcome in ("refused", "failed")
         self.skipped += answer.outcome == "skipped"
+        self.stopped = self.stopped or (answer.reason if answer.outcome == "skipped" else "")
         name = f"{answer.outcome}: {answer.reason}" if answer.reason else answer.outcome
         self.outcomes[name] = self.outcomes.get(name, 0) + 1
         for reason in answer.retries:
@@ -145,7 +147,7 @@ class Endpoint:
     path = ""
 
     def __init__(self, url: str, *, key_variable: str = "", concurrency: int = 8, timeout_s: float = 600,
-                 retries: int = 5, prices: dict | None = None, budget: Budget | None = None,
+                 retries: int = 8, prices: dict | None = None, budget: Budget | None = None,
                  count_tokens: Callable[[str], int] | None = None, clock: Clock | None = None):
         self.address = Address(url, key_variable)
         if not 1 <= concurrency <= MOST_AT_ONCE:
@@ -162,36 +164,44 @@ class Endpoint:
 
     def answer(self, asks, sampling: Sampling, done, *, what: str = "asked", expected: int = 0) -> Counts:
         """Ask everything; Counts of it. `done(ask, answer)` is called in this thread, once an ask, as answers come, and
-        returns the asks that follow from it (or None): they go first, so that talks end rather than all begin.
+        returns the asks that follow from it (or None): they go first, so that talks end rather than all begin. `asks`
+        may be a generator: one is taken when it can be sent.
 
         A budget that is out ends it: nothing more is sent, what is under way is finished, the rest is skipped, and
         Counts.stopped says so. UserError, after `done` has had everything, where nothing more can come of asking: key,
         credit, address or model are wrong, or HOPELESS asks in a row failed with all their tries. An interrupt cancels
         what is under way; what has arrived is handed to `done` first. `what` and `expected` (answers): for the bar.
         """
-        todo, under_way, counts = deque(asks), {}, Counts()
-        end, failures, handing, began = None, 0, False, time.perf_counter()
+        expected = expected or (len(asks) if hasattr(asks, "__len__") else 0)
+        fresh, under_way, counts = iter(asks), {}, Counts()
+        todo = deque(itertools.islice(fresh, 1))
         if not todo:
             return counts
+        end, failures, handing, began = None, 0, False, time.perf_counter()
+
+        def following() -> Ask | None:
+            return todo.popleft() if todo else next(fresh, None)
+
         key = self.address.key()
         client = self.address.client(key)
         try:
-            with beside(client) as (start, arrived), progress(max(expected, len(todo)), what, "answers") as bar:
-                while todo or under_way:
-                    while todo and not end and len(under_way) < self.concurrency:
-                        most = self.most(todo[0], sampling)
+            with beside(client) as (start, arrived), progress(expected, what, "answers") as bar:
+                while True:
+                    while not end and len(under_way) < self.concurrency and (ask := following()):
+                        most = self.most(ask, sampling)
                         if lack := self.budget.reserve(most):
+                            todo.appendleft(ask)
                             end = None if under_way else Fault(lack)  # what is under way may leave what it holds
                             break
-                        ask = todo.popleft()
                         under_way[start(self._one(client, key, ask, sampling, most))] = ask, most
                     if under_way:
                         future = arrived.get()
                         answer, fault = future.result()
                         ask, _ = under_way.pop(future)
+                    elif ask := following():
+                        answer, fault = Answer(ask.key, "skipped", end.reason), None
                     else:
-                        ask, fault = todo.popleft(), None
-                        answer = Answer(ask.key, "skipped", end.reason)
+                        break
                     counts.take(answer)
                     failures = failed_in_a_row(failures, answer, fault)
                     if fault and (fault.fatal or failures >= max(HOPELESS, self.concurrency)):
@@ -209,7 +219,7 @@ class Endpoint:
                 elif isinstance(error, KeyboardInterrupt) and not handing and not future.exception():
                     done(ask, future.result()[0])
             raise
-        counts.stopped = end.reason if end else ""
+        counts.stopped = end.reason if end else counts.stopped
         if end and not end.reason.startswith("budget"):
             raise UserError(self._why(end, failures, counts))
         return counts

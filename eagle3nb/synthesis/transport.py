@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis.faults import of_error, parsed
 
-NEAR = ("127.0.0.1", "localhost", "::1")  # asked past any proxy, and without a key where there is none
+NEAR = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # asked past any proxy, and without a key where there is none
 TRIES, TIMEOUT = 3, 30  # of a question about the server itself, and seconds for each
 
 

@@ -1,10 +1,9 @@
 """What synthesis asks of SGLang's real server on a CPU, with the embedded target: the ids and texts that come back.
 
-In float32 and greedily both sides choose among the same logits up to rounding, some 1e-4, and a margin that small is met
-once in some ten thousand tokens; these are a few hundred. So ids are compared with no tolerance.
+In float32 and greedily both sides choose among the same logits up to rounding, some 1e-4, and a margin that small is
+met once in some ten thousand tokens; these are a few hundred. So ids are compared with no tolerance.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -66,3 +65,52 @@ def test_ids_are_transformers_own_and_end_with_the_token_that_stopped(served, na
     assert counts.given == counts.succeeded == len(QUESTIONS) and not counts.retries
     assert counts.completion_tokens == sum(len(answer.ids) for answer in answers)
     assert all(answer.prompt_tokens == len(ids) for answer, ids in zip(answers, served.prompts, strict=True))
+
+
+def test_a_chat_says_what_its_ids_say(served):
+    """The server renders and tokenises as we do, and its text is the same ids', without the end of turn."""
+    chat = OpenAIEndpoint(served.url + "/v1", "", "OPENAI_API_KEY", concurrency=3)
+    assert chat.check()["root"] == str(served.folder) == chat.model
+    sampling = Sampling(TOKENS, stop_ids=tuple(served.eos))
+    said, counts = asked(chat, [Ask((f"q{i}", 0, 0), talk) for i, talk in enumerate(served.messages)], sampling)
+    wrote, _ = asked(SGLangEndpoint(served.url, concurrency=3),
+                     [Ask((f"q{i}", 0, 0), input_ids=ids) for i, ids in enumerate(served.prompts)], sampling)
+    for text, ids in zip(said, wrote, strict=True):
+        body = ids.ids[:-1] if ids.outcome == "stop" else ids.ids
+        assert text.message == {"role": "assistant", "content": served.tokenizer.decode(body)}
+        assert (text.outcome, text.prompt_tokens, text.completion_tokens, text.model) == (
+            ids.outcome, ids.prompt_tokens, len(ids.ids), served.folder.name)
+    assert {answer.outcome for answer in said} == {"stop", "length"} and counts.estimated == 0
+
+
+def test_what_serves(served):
+    found = SGLangEndpoint(served.url + "/v1").check()
+    assert (found["api"], found["model"], found["version"]) == ("sglang", str(served.folder), "0.5.23")
+    assert found["deterministic"] is False and CONTEXT - 20 <= found["context"] <= CONTEXT
+    assert OpenAIEndpoint(served.url + "/v1", "", "").check()["context"] == CONTEXT
+    with pytest.raises(UserError, match="is no OpenAI API .http 404 from /models.; give the address with its path"):
+        OpenAIEndpoint(served.url, "", "").check()
+
+
+def test_the_end_of_the_context(served):
+    """A prompt beyond it is refused as such; an answer that meets it is short, and says why."""
+    native, chat = SGLangEndpoint(served.url), OpenAIEndpoint(served.url + "/v1", str(served.folder), "")
+    words = ({"role": "user", "content": "sea " * (CONTEXT + 100)},)
+    for kind, ask in ((native, Ask(("long", 0, 0), input_ids=(5, 6) * CONTEXT)), (chat, Ask(("long", 0, 0), words))):
+        (answer,), counts = asked(kind, [ask], Sampling(8))
+        assert (answer.outcome, answer.reason) == ("failed", "longer than the context"), answer
+        assert counts.spent.requests == 1 and counts.spent.tokens == 0
+    room = native.check()["context"]
+    near, beyond = (Ask((str(n), 0, 0), input_ids=(served.prompts[5] * 20)[-n:]) for n in (room - 6, CONTEXT - 4))
+    answers, _ = asked(native, [near, beyond], Sampling(TOKENS))
+    assert [(answer.outcome, answer.reason) for answer in answers] == [("length", "context"),
+                                                                       ("failed", "longer than the context")]
+    assert len(answers[0].ids) == 6
+
+
+def test_a_budget_ends_it(served):
+    budget = Budget(tokens=2 * (max(map(len, served.prompts)) + 8))
+    asks = [Ask((f"q{i}", 0, 0), input_ids=ids) for i, ids in enumerate(served.prompts)]
+    answers, counts = asked(SGLangEndpoint(served.url, budget=budget), asks, Sampling(8))
+    assert counts.stopped == "budget tokens" and counts.succeeded == 2 and counts.skipped == len(asks) - 2
+    assert budget.spent.tokens == sum(len(a.ids) + a.prompt_tokens for a in answers) <= budget.bounds["tokens"]

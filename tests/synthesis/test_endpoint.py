@@ -18,6 +18,7 @@ from eagle3nb.synthesis.transport import Address
 
 SAMPLING = Sampling(20, 0.7, 0.9, (2, 198))
 SECRET = "sk-or-v1-0123456789abcdef"
+LENGTHS = (280, 281, 299, 300)
 TOOLS = ({"type": "function", "function": {"name": "weather", "parameters": {}}},)
 
 
@@ -60,6 +61,18 @@ def test_what_sglang_is_sent(end):
         "max_new_tokens": 20, "temperature": 0.7, "top_p": 0.9, "stop_token_ids": [2, 198], "sampling_seed": 9,
         "skip_special_tokens": False}}
     assert (found[9].ids, found[9].prompt_tokens, found[9].completion_tokens) == ((19, 11, 2), 3, 3)
+
+
+def test_sglang_is_given_what_room_there_is():
+    """It refuses more than its context, which `check` tells: 300. What has none is left to it."""
+    with FaultyServer({3: ["length"]}) as server:
+        kind = SGLangEndpoint(server.url, clock=Patience().clock)
+        kind.check()
+        found, _ = asked(kind, [Ask(("p", 0, 0), input_ids=(5,) * length, seed=length) for length in LENGTHS])
+        found |= asked(kind, [Ask(("p", 0, 0), input_ids=(5,), seed=3)])[0]
+    wanted = {seen.seed: seen.body["sampling_params"]["max_new_tokens"] for seen in server.seen}
+    assert wanted == {280: 20, 281: 19, 299: 1, 300: 20, 3: 20}
+    assert (found[3].outcome, found[3].reason) == ("length", "context")  # 3 tokens, of 20
 
 
 def test_an_ask_without_ids_is_none_for_sglang():
@@ -111,7 +124,6 @@ def test_seconds_and_rate_are_counted():
     with FaultyServer() as server:
         found, counts = asked(openai(server), [chat(1)])
     assert 0 < found[1].seconds <= counts.seconds and counts.tokens_per_s == 6 / counts.seconds
-    assert openai(server).answer([], SAMPLING, None) == Counts()
 
 
 def test_counts_of_two_calls_add_up():
@@ -198,6 +210,24 @@ def test_a_talk_that_goes_on_comes_before_one_that_begins():
     with FaultyServer() as server:
         counts = openai(server, concurrency=1).answer([chat(0), chat(10)], SAMPLING, done)
     assert order == [(name, turn, 0) for name in ("p0", "p10") for turn in range(3)] and counts.given == 6
+
+
+def test_asks_are_taken_as_they_can_be_sent():
+    taken, seen = [], []
+
+    def asks():
+        for seed in range(9):
+            taken.append(seed)
+            yield chat(seed)
+
+    with FaultyServer() as server:
+        openai(server, concurrency=2).answer(asks(), SAMPLING, lambda ask, answer: seen.append(len(taken)))
+    assert seen == [2, 3, 4, 5, 6, 7, 8, 9, 9]
+
+
+def test_nothing_to_ask_needs_no_key(monkeypatch):
+    monkeypatch.delenv("OUR_KEY", raising=False)
+    assert OpenAIEndpoint("https://example.invalid/v1", "m", "OUR_KEY").answer([], SAMPLING, None) == Counts()
 
 
 def test_in_a_kernel_whose_event_loop_runs():

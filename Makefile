@@ -29,8 +29,10 @@ test: setup lint
 lint: setup
 	$(BIN)/ruff check .
 
+# The notebooks in JupyterLab, with a section of the launcher for them. OPTIONS="--port 9000 --no-browser" and whatever
+# else Lab takes.
 lab: setup
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/python tools/lab.py $(OPTIONS)
 
 # Remakes the demo corpus with the project's own sampling (about 40 minutes on 2 cores).
 corpus: setup

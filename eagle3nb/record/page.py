@@ -12,6 +12,7 @@ import re
 import struct
 from html import escape
 
+from eagle3nb.record import tables
 from eagle3nb.record.declared import source_of, stem
 
 LIMIT = 1_900_000  # bytes of a page: mail and chat take it, and a telephone opens it
@@ -65,11 +66,9 @@ details > ol {{ margin: .25rem 0; line-height: 1.9; }}
 
 def page(book: dict, twin: dict) -> str:
     """The record's notebook (plain JSON) as HTML, at most LIMIT bytes; of more, the largest outputs are left out."""
-    verdict, parts = "", []
+    verdict, parts = verdict_html(twin, twin["provenance"].get("command", "")), []
     for cell in book["cells"]:
-        if "eagle3nb-verdict" in cell["metadata"].get("tags", []):
-            verdict = source_of(cell)
-        elif cell["cell_type"] == "markdown":
+        if cell["cell_type"] == "markdown" and "eagle3nb-verdict" not in cell["metadata"].get("tags", []):
             parts.append(prose(source_of(cell)))
         elif cell["cell_type"] == "code":
             parts += [shown(output) for output in merged(cell["outputs"])]
@@ -80,6 +79,17 @@ def page(book: dict, twin: dict) -> str:
     body = title + verdict + parts[0] + contents(parts) + "".join(parts[1:])
     return shell(f"{name} · {run}", (("index.html", "all stages"), (f"{name}.ipynb", "notebook"),
                                      (f"{name}.json", "data (JSON)")), body)
+
+
+def verdict_html(twin: dict, again: str) -> str:
+    """The banner of a stage; a failed one says how to resume."""
+    wall = twin["cost"].get("total_s") or twin["cost"].get("wall_s")
+    title = f"{stem(twin['stage']).replace('_', ' ')} · run {twin['parameters'].get('run', '')}"
+    title += f" · {tables.span(wall)}" if wall else ""
+    sentence = twin["result"].get("verdict", "") if twin["status"] == "ok" else twin.get("error", "did not finish")
+    if twin["status"] != "ok":
+        sentence += f" — to resume: {again}" if again else ""
+    return tables.banner(twin["status"], title, sentence)
 
 
 def shell(title: str, links, body: str) -> str:
@@ -174,7 +184,8 @@ def summary(name: str, table: str) -> str:
         return f"{name} · {len(rows)} {'file' if len(rows) == 1 else 'files'}"
     changed = [f"{row[0]} {row[1]}" for row in rows if "● set" in row]
     more = f", and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-    return f"{name} · {len(rows)}, set: {', '.join(changed[:SHOWN])}{more}" if changed else f"{name} · {len(rows)}"
+    return f"{name} · {len(rows)}, set: {', '.join(changed[:SHOWN])}{more}" if changed else (
+        f"{name} · {len(rows)}, all as the notebook has them")
 
 
 def contents(parts: list[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from eagle3nb.files import atomic_write, read_json, shown
 from eagle3nb.record import tables
 from eagle3nb.record.declared import STAGES, notebook_of, stem
-from eagle3nb.record.page import page, shell
+from eagle3nb.record.page import page, shell, verdict_html
 from eagle3nb.record.provenance import scrubbed
 
 
@@ -48,17 +48,6 @@ def mark_unfinished(cells: list[dict]) -> None:
             cell["metadata"]["papermill"] = {"status": "pending"}
     if started:
         started[-1]["metadata"]["papermill"] |= {"status": "failed", "exception": True}
-
-
-def verdict_html(twin: dict, again: str) -> str:
-    """The banner of a stage; a failed one says how to resume."""
-    wall = twin["cost"].get("total_s") or twin["cost"].get("wall_s")
-    title = f"{stem(twin['stage']).replace('_', ' ')} · run {twin['parameters'].get('run', '')}"
-    title += f" · {tables.span(wall)}" if wall else ""
-    sentence = twin["result"].get("verdict", "") if twin["status"] == "ok" else twin.get("error", "did not finish")
-    if twin["status"] != "ok":
-        sentence += f" — to resume: {again}" if again else ""
-    return tables.banner(twin["status"], title, sentence)
 
 
 def write_records(folder: Path, book: dict, twin: dict) -> None:

@@ -144,7 +144,7 @@ def calm(text: str) -> str:
     """A stream as a terminal leaves it: a line's last state, and a progress bar as its figures."""
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     done = re.compile(r"^(.*?): 100%\|.*?\| ([\d.,kMG]+)/\S+ \[([\d:]+)<[^,]*, *(.*?)\]$")
-    return "\n".join(re.sub(r"\|[█▉▊▋▌▍▎▏# ]*\|", " ·", done.sub(r"\1: \2 in \3, \4", line)) for line in lines)
+    return "\n".join(re.sub(r"(\d%)\|[^|]*\|", r"\1 ·", done.sub(r"\1: \2 in \3, \4", line)) for line in lines)
 
 
 def figure(kind: str, picture: str, metadata: dict, text: str) -> str:

@@ -103,16 +103,17 @@ def lines(series: Sequence[Series], x_name: str, y_name: str, alt: str, *, marke
     place_x = scale(across, LEFT, WIDTH - RIGHT)
     place_y = scale(up, HEIGHT - BOTTOM, TOP)
     body = frame(across, up, place_x, place_y, x_name, y_name)
-    for one, points in drawn:
-        way = " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in points)
+    for number, (one, points) in enumerate(drawn):
+        aside = 5 * (number - (len(drawn) - 1) / 2) if one.low else 0  # error bars beside, not upon, one another
+        points = [(place_x(x) + aside, place_y(y)) for x, y in points]
+        way = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         body += f'<polyline class="line" points="{way}" stroke="{colour(one.place)}"{dash(one.place)}/>'
         if one.low and one.high:
-            body += "".join(bar(one.place, place_x(x), place_y(low), place_x(x), place_y(high))
+            body += "".join(bar(one.place, place_x(x) + aside, place_y(low), place_x(x) + aside, place_y(high))
                             for x, low, high in zip(one.x, one.low, one.high, strict=True)
                             if low is not None and high is not None)
         if markers:
-            body += "".join(f'<g fill="{colour(one.place)}">{marker(one.place, place_x(x), place_y(y))}</g>'
-                            for x, y in points)
+            body += "".join(f'<g fill="{colour(one.place)}">{marker(one.place, x, y)}</g>' for x, y in points)
     return figure(body, HEIGHT, alt)
 
 

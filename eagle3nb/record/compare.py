@@ -2,7 +2,7 @@
 its paired interval, where two runs walked the same answers. Where they did not, the page says why and claims nothing.
 
     found = compare(["demo", "wider"])
-    claim(found.pairs[0], found.runs[0])      demo → wider: 1.60 → 1.62, +0.02 [0.01, 0.03] on the same 55 prompts: better.
+    claim(found.pairs[0], found.runs[0])    demo → wider: 1.60 → 1.62, +0.02 [0.01, 0.03] on the same 55 …
 """
 
 from dataclasses import dataclass
@@ -193,18 +193,23 @@ def claim(pair: Pair, first: Run, source: str = "all") -> str:
 # ------------------------------------------------------------------------------------------ tables
 
 
+LACKS = "not declared"  # the notebook of that time had no such parameter
+
+
 def settings(found: Comparison) -> list[dict]:
     """Rows {stage, parameter, <run>: value} of what differs; a parameter of several stages stands once where it has the
-    same values in all."""
+    same values in all. LACKS where a run's notebook did not have it."""
     rows = {}
     for stage in STAGES:
         given = {run.name: run.twins[stage]["parameters"] for run in found.runs if stage in run.twins}
         for name in dict.fromkeys(key for values in given.values() for key in values):
-            values = {run: values.get(name, "not declared") for run, values in given.items()}
+            values = {run: values.get(name, LACKS) for run, values in given.items()}
             if name == "run" or len(given) < 2 or all(v == next(iter(values.values())) for v in values.values()):
                 continue
             shown = {run.name: text(values[run.name]) if run.name in values else "–" for run in found.runs}
-            rows.setdefault((name, *shown.values()), {"stages": [], "parameter": name, **shown})["stages"].append(stage)
+            if len(set(shown.values())) > 1:
+                row = rows.setdefault((name, *shown.values()), {"stages": [], "parameter": name, **shown})
+                row["stages"].append(stage)
     return [{"stage": ", ".join(row.pop("stages")), **row} for row in rows.values()]
 
 
@@ -235,7 +240,7 @@ def sources(found: Comparison) -> list[dict]:
     names = dict.fromkeys(name for rows in table.values() for name in rows)
     rows = []
     for name in sorted(names, key=lambda name: (name != "all", name)):
-        row = {"source": name, **{run: runs.length(known.get(name)) for run, known in table.items()}}
+        row = {"source": name, **{run: whole(runs.length(known.get(name))) for run, known in table.items()}}
         for pair in found.pairs:
             if pair.rows:
                 row[f"{pair.run.name} less {found.runs[0].name}"] = difference(pair.rows.get(name))
@@ -247,13 +252,19 @@ def difference(row: dict | None) -> str:
     if row is None or row["difference"] is None:
         return "–"
     low, high = row["difference_low"], row["difference_high"]
-    return f"{row['difference']:+.2f}" + ("" if low is None else f" [{low:+.2f}, {high:+.2f}]")
+    between = "" if low is None else f" [{low:+.2f}, {high:+.2f}]"
+    return whole(f"{row['difference']:+.2f}{between}".replace("-", "−"))
+
+
+def whole(text: str) -> str:
+    """Not broken over lines, in whatever narrow column it stands."""
+    return text.replace(" ", "\u00a0")
 
 
 def by_steps(found: Comparison) -> list[dict]:
     """Rows {drafted tokens, <run>: acceptance length} over all sources."""
     table = {run.name: {row["steps"]: row for row in evaluated(run) if row["source"] == "all"} for run in found.runs}
-    return [{"drafted tokens": steps, **{run: runs.length(rows.get(steps)) for run, rows in table.items()}}
+    return [{"drafted tokens": steps, **{run: whole(runs.length(rows.get(steps))) for run, rows in table.items()}}
             for steps in sorted({steps for rows in table.values() for steps in rows})]
 
 

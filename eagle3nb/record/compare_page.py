@@ -39,9 +39,8 @@ def html(found: Comparison, inside: bool = True) -> str:
     body = f"<h1>{escape(title)}</h1>{head(found, inside)}"
     body += f"<h2>Acceptance length</h2>{acceptance(found)}" if found.steps else ""
     body += training(found)
+    body += settings(found)
     for heading, rows, caption, none in (
-            ("Settings", compare.settings(found), "Parameters that differ", "Every parameter of the stages that both "
-             "ran has the same value."),
             ("What they ran with", compare.surroundings(found), "Commit, versions and machine, where they differ",
              "Commit, versions and machine are the same."),
             ("Data", compare.data(found), "Merged corpus by source", "No run has merged a corpus."),
@@ -53,6 +52,19 @@ def html(found: Comparison, inside: bool = True) -> str:
 
 def table(rows: list[dict], caption: str) -> str:
     return page.strip(tables.table(rows, caption))
+
+
+def settings(found: Comparison) -> str:
+    """What differs; apart, folded, what one of the notebooks did not have: a later version's defaults."""
+    rows = compare.settings(found)
+    one_sided = [row for row in rows if compare.LACKS in row.values()]
+    both = [row for row in rows if compare.LACKS not in row.values()]
+    body = "<h2>Settings</h2>" + (table(both, "Parameters that differ") if both else
+                                  "<p>Every parameter that the notebooks of both had has the same value.</p>")
+    if one_sided:
+        body += (f"<details><summary>{len(one_sided)} parameters that not every run’s notebooks had</summary>"
+                 f'{table(one_sided, "Parameters of other versions of the notebooks")}</details>')
+    return body
 
 
 def head(found: Comparison, inside: bool) -> str:

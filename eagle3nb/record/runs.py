@@ -90,8 +90,8 @@ def held(lock: Path) -> bool:
         return True
 
 
-def read_twin(path: Path) -> tuple[dict, str]:
-    """(the twin, "") or ({}, what is wrong with it)."""
+def read_twin(path: Path, stage: str) -> tuple[dict, str]:
+    """(the twin of a stage, "") or ({}, what is wrong with it)."""
     try:
         twin = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -101,8 +101,11 @@ def read_twin(path: Path) -> tuple[dict, str]:
     parts = ("parameters", "provenance", "result", "cost")
     if not isinstance(twin, dict) or not all(isinstance(twin.get(part), dict) for part in parts):
         return {}, f"{path.name} is no record of a stage"
-    if twin.get("status") not in ("ok", "failed") or twin.get("stage") not in STAGES:
+    if twin.get("status") not in ("ok", "failed") or twin.get("stage") != stage:
         return {}, f"{path.name} has no stage or status that is known"
+    texts, times = (twin.get("error", ""), twin["result"].get("verdict", "")), (0, *twin["cost"].values())
+    if not all(isinstance(t, str) for t in texts) or not all(type(t) in (int, float) for t in times):
+        return {}, f"{path.name} has a verdict or a cost that is none"
     return twin, ""
 
 
@@ -111,7 +114,7 @@ def read_run(folder: Path) -> Run:
     for stage in STAGES:
         path = folder / f"{stem(stage)}.json"
         if path.exists():
-            twin, wrong = read_twin(path)
+            twin, wrong = read_twin(path, stage)
             twins |= {} if wrong else {stage: twin}
             damaged |= {stage: wrong} if wrong else {}
     return Run(folder, twins, damaged)

@@ -87,13 +87,14 @@ def examples(listed: list[Finding], found: Survey, tokenizer=None, most: int = E
     return "".join(html), "\n".join(text)
 
 
-def strips(rows: list[tuple[str, list[int], list[int]]], tokenizer=None, most: int = 120) -> tuple[str, str]:
-    """(HTML, plain text) of rows (title, ids, mask): the last `most` tokens of each, the supervised ones marked."""
+def strips(rows: list[tuple[str, list[int], list[int]]], tokenizer=None, most: int = 160) -> tuple[str, str]:
+    """(HTML, plain text) of rows (title, ids, mask): `most` tokens of each around where its first answer begins."""
     html, text = [MARKS], ["⟦supervised⟧, not supervised; ⏎ a line break."]
     for title, ids, mask in rows:
-        begin = max(0, len(ids) - most)
-        shown = [int(token) for token in ids[begin:]]
-        window = Window(begin, len(ids), None, shown, [token_text(token, tokenizer) for token in shown], mask[begin:])
+        begin = max(0, mask.index(1) - most // 3) if 1 in mask else 0
+        here = slice(begin, begin + most)
+        texts = [token_text(token, tokenizer) for token in ids[here]]
+        window = Window(begin, len(ids), None, ids[here], texts, mask[here])
         html.append(_box(title, _tokens_html(window)))
         text.append(f"  {title}\n    {_tokens_text(window)}")
     return "".join(html), "\n".join(text)

@@ -130,6 +130,11 @@ def answered(dataset: Dataset, talks: list[Talk], answerer: Answerer, language: 
     return Part(dataset, part, report, now, "made" if complete else "older kept" if older else "incomplete")
 
 
+def seed_of(seed: int, key: tuple) -> int:
+    """A server's seed for one ask, 31 bits: another for each prompt, turn and attempt, so that none share a sample."""
+    return xxhash.xxh3_64_intdigest(json.dumps([seed, *key]).encode()) >> 33
+
+
 class Work:
     """A part's talks under way. `counts`: answers by what came of them. `asks`: given = succeeded + failed + skipped,
     over all starts. `lost`: what failed or was skipped this time, and is asked again by the next start."""
@@ -157,10 +162,11 @@ class Work:
 
     def ask(self, talk: Talk) -> Ask:
         """With ids alone, or with messages and the ids that their tokens are counted by."""
-        seed = self.seed + SEED_STEP * talk.attempt
+        if self.answerer.here:  # whose own generator takes the prompt's ids into account
+            return Ask(talk.key, input_ids=tuple(talk.asked), seed=self.seed + SEED_STEP * talk.attempt)
         if self.answerer.exact:
-            return Ask(talk.key, input_ids=tuple(talk.asked), seed=seed)
-        return Ask(talk.key, tuple(talk.said), talk.prompt.tools, tuple(talk.asked), seed)
+            return Ask(talk.key, input_ids=tuple(talk.asked), seed=seed_of(self.seed, talk.key))
+        return Ask(talk.key, tuple(talk.said), talk.prompt.tools, tuple(talk.asked), seed_of(self.seed, talk.key))
 
     def done(self, ask: Ask, answer: Answer) -> list[Ask]:
         """An answer that has come: noted, judged; the next ask of its talk."""

@@ -32,7 +32,7 @@ def who_answers(who: Answerer, engine: str, api: str, budget: Budget) -> list[di
         rows["context (tokens)"] = f"{found['context']:,}"
     if "deterministic" in found:
         rows["the same seed, the same text"] = "yes" if found["deterministic"] else "no, unless greedy"
-    for name, bound in budget.bounds.items():
+    for name, bound in budget.bounds.items() if not who.here else ():
         used = getattr(budget.spent, name)
         rows[f"budget: {name}"] = f"{f'{bound:,} in all' if bound else 'no bound'}, {used:,} spent before"
     return [{"what": what, "answer": answer} for what, answer in rows.items()]
@@ -119,10 +119,9 @@ def answer_lengths(made: list[Part], out_dir: Path) -> dict[str, list[int]]:
 
 
 def examples(made: list[Part], out_dir: Path, seed: int, most: int = 3) -> list[tuple[str, list[int], list[int]]]:
-    """(title, ids, mask) of a row of each of `most` parts, chosen by seed."""
-    draw = random.Random(seed)
-    chosen = []
-    for part in draw.sample(made, len(made)):
+    """(title, ids, mask) of `most` rows from as many parts as there are, chosen by seed."""
+    draw, chosen = random.Random(seed), []
+    for part in draw.sample(made, len(made)) * most:
         if len(chosen) < most and (rows := rows_of(part, out_dir, 200)):
             row = draw.choice(rows)
             title = (f"{part.dataset.name}, {row['id']}: {len(row['input_ids']):,} tokens, "
@@ -152,7 +151,8 @@ def verdict(made: list[Part], who: Answerer) -> str:
     """One sentence; `amber` where something is still to be asked."""
     reports = [part.report for part in made]
     tokens, records = sum(r["tokens"] for r in reports), sum(r["records"] for r in reports)
-    asked = f"{records:,} records, {tokens:,} tokens in {len({p.dataset.name for p in made})} datasets"
+    names = {part.dataset.name for part in made}
+    asked = f"{records:,} records, {tokens:,} tokens in {f'{len(names)} datasets' if len(names) > 1 else min(names)}"
     policy = "on-policy" if who.on_policy else f"off-policy: {who.model} answered"
     left = sum((Counter(part.report.get("lost", {})) for part in made if part.incomplete), Counter())
     if not left:

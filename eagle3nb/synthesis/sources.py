@@ -5,8 +5,9 @@ A JSONL file makes one dataset, named as the file. A line is one conversation wi
     {"id": "…", "messages": [{"role": "user", "content": "…"}, …], "tools": […]}      or {"prompt": "text"}
 
 An answer is asked for wherever a user's or a tool's word is not followed by one: [user, user] is two turns, [user,
-tool, tool, user] is a call, an answer to both results and one more turn. An assistant's message that stands there is
-given: it is context, and not supervised.
+tool, tool, user] is two calls at once, an answer to both results and one more turn. {"role": "assistant"} alone says
+that an answer goes there, which only results of calls one after another need: [user, tool, assistant, tool]. An
+assistant's message with a content is given: it is context, and not supervised.
 
 (`humaneval`, `mtbench`, `gsm8k` are read by acceptance.prompts, which knows nothing of synthesis.)
 """
@@ -157,12 +158,17 @@ def fault_of(messages, tools) -> str:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             return f"message {i} wants a role, one of {', '.join(ROLES)}"
-        given = message["role"] == "assistant" and message.get("tool_calls")
-        if not isinstance(message.get("content"), str) and not given:
+        if not isinstance(message.get("content"), str) and message["role"] != "assistant":
             return f"message {i} wants a content of text"
-    if messages[-1]["role"] not in ("user", "tool"):
-        return f"the last message is the {messages[-1]['role']}'s, so nothing is left to answer"
+    asked = [message for message in messages if not is_place(message)]
+    if not asked or asked[-1]["role"] not in ("user", "tool") or is_place(messages[0]):
+        return "the conversation wants to begin with, and to be left to answer after, a user's or a tool's message"
     return ""
+
+
+def is_place(message: dict) -> bool:
+    """An assistant's message that says nothing: an answer goes there."""
+    return message["role"] == "assistant" and not message.get("content") and not message.get("tool_calls")
 
 
 def prompt_of(key: str, source: str, messages: list[dict], tools=()) -> Prompt:
@@ -172,12 +178,12 @@ def prompt_of(key: str, source: str, messages: list[dict], tools=()) -> Prompt:
         before = block[-1]["role"] if block else ""
         together = message["role"] == "assistant" or before not in ("user", "tool") or (
             before == message["role"] == "tool")
-        if not together:
+        if is_place(message) or not together:
             blocks.append(tuple(block))
             block = []
-        block.append(message)
-    blocks.append(tuple(block))
-    return Prompt(key, source, blocks[0], tuple(blocks[1:]), tuple(tools))
+        block += [] if is_place(message) else [message]
+    opening, *later = filter(None, [*blocks, tuple(block)])
+    return Prompt(key, source, opening, tuple(later), tuple(tools))
 
 
 # ---------------------------------------------------------------------------------------------------- anew
@@ -217,7 +223,8 @@ def asked_anew(raw: bytes, source: str, number: int, markers: Markers | None) ->
     """(the prompt of a record, why there is none)."""
     try:
         row = orjson.loads(raw)
-        messages = conversation(row) or row.get("prompt")  # of a cut answer: what stood before it
+        whole = conversation(row)
+        messages = whole or row.get("prompt")  # of a cut answer: what stood before it
     except (orjson.JSONDecodeError, Unusable, AttributeError):
         return None, "no record"
     if not isinstance(messages, list):
@@ -227,9 +234,10 @@ def asked_anew(raw: bytes, source: str, number: int, markers: Markers | None) ->
     if taught is None:
         return None, "answers not told apart"
     dropped = {i for i, own in zip(answers, taught, strict=True) if own}
-    left = [message for i, message in enumerate(messages) if i not in dropped]
-    while left and left[-1].get("role") not in ("user", "tool"):
-        left.pop()
+    if whole and not dropped:
+        return None, "nothing supervised"
+    end = max(dropped) if whole else len(messages)
+    left = [{"role": "assistant"} if i in dropped else message for i, message in enumerate(messages[:end])]
     tools = row.get("tools") or []
     if fault_of(left, tools):
         return None, "no prompt"

@@ -310,6 +310,8 @@ def agree(row: Row, prompt: Prompt, language: Language) -> str:
     "both"; "markers", where the template is not prefix-stable and the second does not apply; "" where one disagrees.
 
     An answer cut at its limit lacks the end of turn that its rendering has: there the ids must begin the rendering.
+    Where a template writes an empty thought for an answer without one, nobody can tell from the row whether the target
+    closed it or the template did: a difference of no more than that is none.
     """
     derived = mask_from_markers(np.asarray(row.ids), language.markers)
     speakers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
@@ -319,13 +321,25 @@ def agree(row: Row, prompt: Prompt, language: Language) -> str:
             return ""
         for place, (begin, end) in zip(speakers, spans, strict=True):
             derived[begin:end] *= place in row.own
-    if not np.array_equal(derived, row.mask):
+    own, stable = np.array(row.mask, np.uint8), language.markers.stable
+    if not np.array_equal(derived, own) and (stable or not thoughts_alone(derived, own, row.ids, language)):
         return ""
     found = mask_from_prefixes(row.messages, language.tokenizer, list(prompt.tools) or None, row.own)
-    same = found is not None and found[0][:len(row.ids)].tolist() == row.ids
-    if same:
-        return "both" if found[1][:len(row.ids)].tolist() == row.mask else ""
-    return "" if language.markers.stable else "markers"
+    if found is not None and found[0][:len(row.ids)].tolist() == row.ids:
+        other = found[1][:len(row.ids)]
+        if np.array_equal(other, derived) and np.array_equal(other, own):
+            return "both"
+        return "" if stable or not thoughts_alone(other, own, row.ids, language) else "markers"
+    return "" if stable else "markers"
+
+
+def thoughts_alone(a: np.ndarray, b: np.ndarray, ids: list[int], language: Language) -> bool:
+    """Whether two masks differ in nothing but thought marks and blanks, each time right before a span of both."""
+    for begin, end in runs((a != b).astype(np.uint8)):
+        marks = [token for token in ids[begin:end] if language.tokenizer.decode([token]).strip()]
+        if not language.free.issuperset(marks) or end == len(ids) or not a[end] or not b[end]:
+            return False
+    return True
 
 
 def runs(mask: np.ndarray) -> list[list[int]]:

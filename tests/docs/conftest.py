@@ -1,0 +1,17 @@
+"""The pages of README and docs, and a project in which their commands are run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tools")]  # `import pages, world`, `import reference`
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> Path:
+    """A world that pages start from (world.py); every page gets a copy."""
+    import world
+
+    return world.build(tmp_path_factory.mktemp("world").resolve())

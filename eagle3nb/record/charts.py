@@ -79,7 +79,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     power = 10.0 ** math.floor(math.log10(spread / most))
     step = next(power * n for n in (1, 2, 5, 10, 20) if spread / (power * n) <= most)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
+    return [i * step for i in range(first, max(last, first + 1) + 1)]
 
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:

@@ -69,12 +69,11 @@ def test_ids_are_transformers_own_and_end_with_the_token_that_stopped(served, na
 
 def test_a_chat_says_what_its_ids_say(served):
     """The server renders and tokenises as we do, and its text is the same ids', without the end of turn."""
-    chat = OpenAIEndpoint(served.url + "/v1", "", "OPENAI_API_KEY", concurrency=3)
+    chat, native = OpenAIEndpoint(served.url + "/v1", concurrency=3), SGLangEndpoint(served.url, concurrency=3)
     assert chat.check()["root"] == str(served.folder) == chat.model
-    sampling = Sampling(TOKENS, stop_ids=tuple(served.eos))
-    said, counts = asked(chat, [Ask((f"q{i}", 0, 0), talk) for i, talk in enumerate(served.messages)], sampling)
-    wrote, _ = asked(SGLangEndpoint(served.url, concurrency=3),
-                     [Ask((f"q{i}", 0, 0), input_ids=ids) for i, ids in enumerate(served.prompts)], sampling)
+    sampling, some = Sampling(24, stop_ids=tuple(served.eos)), (0, 1, 4)
+    said, counts = asked(chat, [Ask((str(i), 0, 0), served.messages[i]) for i in some], sampling)
+    wrote, _ = asked(native, [Ask((str(i), 0, 0), input_ids=served.prompts[i]) for i in some], sampling)
     for text, ids in zip(said, wrote, strict=True):
         body = ids.ids[:-1] if ids.outcome == "stop" else ids.ids
         assert text.message == {"role": "assistant", "content": served.tokenizer.decode(body)}
@@ -101,7 +100,8 @@ def test_the_end_of_the_context(served):
         assert (answer.outcome, answer.reason) == ("failed", "longer than the context"), answer
         assert counts.spent.requests == 1 and counts.spent.tokens == 0
     room = native.check()["context"]
-    near, beyond = (Ask((str(n), 0, 0), input_ids=(served.prompts[5] * 20)[-n:]) for n in (room - 6, CONTEXT - 4))
+    text = tuple(served.tokenizer.encode("the sea and the sky and " * CONTEXT))  # which goes on as it began
+    near, beyond = (Ask((str(n), 0, 0), input_ids=text[:n]) for n in (room - 6, CONTEXT - 4))
     answers, _ = asked(native, [near, beyond], Sampling(TOKENS))
     assert [(answer.outcome, answer.reason) for answer in answers] == [("length", "context"),
                                                                        ("failed", "longer than the context")]

@@ -159,8 +159,9 @@ class Handler(BaseHTTPRequestHandler):
             self.end()
         elif deed == "drip":
             self.write(200, b"", {"Content-Length": "1000000"})
-            while not outer.closing.wait(0.02):
-                self.wfile.write(b" ")
+            for _ in range(3000):  # a minute: an endpoint that would wait for ever is found out
+                self.wfile.write(b" " if not outer.closing.wait(0.02) else b"")
+            self.end()
         elif deed == "not json":
             self.write(200, b"<html>Bad gateway</html>")
         elif deed == "half":
@@ -172,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             value["choices"][0]["message"]["content"] = f"your key is {key}, is it not?"
             self.send(200, value)
         elif deed == "echo in an error":
-            self.send(401, {"error": {"message": f"{'x' * 190} Incorrect key {key}"}})
+            self.send(401, {"error": {"message": f"{'x' * 170} Incorrect key {key}"}})
         else:
             self.send(200, self.good(body, seed, deed))
 

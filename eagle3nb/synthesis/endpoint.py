@@ -197,9 +197,9 @@ class Endpoint:
                     if under_way:
                         future = arrived.get()
                         answer, fault = future.result()
-                        ask, _ = under_way.pop(future)
+                        ask, _ = under_way[future]
                     elif ask := following():
-                        answer, fault = Answer(ask.key, "skipped", end.reason), None
+                        future, answer, fault = None, Answer(ask.key, "skipped", end.reason), None
                     else:
                         break
                     counts.take(answer)
@@ -208,6 +208,7 @@ class Endpoint:
                         end = end or fault
                     handing = True
                     todo.extendleft(reversed(list(done(ask, answer) or ())))
+                    under_way.pop(future, None)
                     handing = False
                     counts.seconds = time.perf_counter() - began
                     bar.expect([max(expected, counts.given + len(under_way) + len(todo))])

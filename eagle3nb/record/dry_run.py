@@ -65,8 +65,9 @@ def differing(stage: str, settings: Settings, folder: Path, overrides, name: str
 
 def missing(stage: str, p: dict, paths: Paths, earlier: list[str]) -> list[str]:
     """What would stop the stage, in one line each. `earlier`: stages of this command that run before it."""
-    checks = {"audit": (target, data, audit), "merge": (target, data, merge), "extraction": (target, weights, engine),
-              "training": (target, training), "evaluation": (target, weights, engine, evaluation)}
+    checks = {"synthesis": (target, synthesis), "audit": (target, data, audit), "merge": (target, data, merge),
+              "extraction": (target, weights, engine), "training": (target, training),
+              "evaluation": (target, weights, engine, evaluation)}
     listed = []
     for check in checks.get(stage, ()):
         try:
@@ -114,8 +115,31 @@ def engine(p: dict, *_) -> None:
         python()
     elif p["engine"] != "transformers":
         raise UserError(f"engine {p['engine']!r} is unknown; choose transformers or sglang")
-    elif p["tensor_parallel"] != 1 or p["engine_args"]:
+    elif p.get("tensor_parallel", 1) != 1 or p.get("engine_args"):
         raise UserError("tensor_parallel and engine_args are for engine sglang; leave them out, or set engine to it")
+
+
+def synthesis(p: dict, *_) -> None:
+    """Prompts are read and the endpoint's settings checked; nobody is asked anything."""
+    from eagle3nb.corpus.records import find_sources
+    from eagle3nb.synthesis.budget import Budget
+    from eagle3nb.synthesis.openai_endpoint import OpenAIEndpoint
+    from eagle3nb.synthesis.sglang_endpoint import SGLangEndpoint
+    from eagle3nb.synthesis.sources import datasets
+
+    if p["regenerate"]:
+        find_sources(p["data_root"], include=p["regenerate"])
+    if p["prompts"] or not p["regenerate"]:
+        names = ("data_root", "exclude", "limit", "max_new_tokens", "temperature", "top_p")
+        datasets(p["prompts"], only=p["datasets"], **{name: p[name] for name in names})
+    budget = Budget(p["budget_tokens"], p["budget_requests"], p["budget_money"])
+    if not p["endpoint"]:
+        return engine(p)
+    if p["api"] not in ("openai", "sglang"):
+        raise UserError(f"api {p['api']!r} is unknown; choose openai (a chat API) or sglang (its own /generate)")
+    options = {name: p[name] for name in ("key_variable", "concurrency", "timeout_s", "retries", "prices")}
+    kind = SGLangEndpoint if p["api"] == "sglang" else OpenAIEndpoint
+    kind(p["endpoint"], **options, budget=budget).address.key()
 
 
 def data(p: dict, _paths, earlier: list[str]) -> None:

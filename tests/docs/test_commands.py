@@ -131,7 +131,8 @@ def test_what_is_wrong_is_found(what, world, monkeypatch, capfd):
 
 
 def judge(command, world, monkeypatch) -> None:
-    monkeypatch.setenv("EAGLE3NB_SGLANG_PYTHON", command.environment.get("EAGLE3NB_SGLANG_PYTHON", STAND_IN))
+    for name, value in ({"EAGLE3NB_SGLANG_PYTHON": STAND_IN} | command.environment).items():
+        monkeypatch.setenv(name, value)
     assert command.cwd in (str(world.project), str(world.folder / "home")), command
     if command.name == "eagle3nb":
         eagle3nb(command, world)

@@ -18,9 +18,9 @@ from pages import ROOT, blocks
 FILES = ("cat", "cp", "head", "ln", "ls", "mkdir", "seq", "tail")  # real
 NOTED = ("conda", "eagle3nb", "make", "nohup", "papermill", "pip", "python", "python3.11", "rsync", "sbatch",
          "scontrol", "squeue", "srun", "ssh", "vllm")
-ENVIRONMENT = ("EAGLE3NB_SGLANG_PYTHON", "PYTHONPATH", "SLURM_PROCID")
+ENVIRONMENT = ("EAGLE3NB_SGLANG_PYTHON", "OPENROUTER_API_KEY")
 STAND_IN = """#!{bash}
-printf '%s\\x1f' {name} "$PWD" "$EAGLE3NB_SGLANG_PYTHON" "$PYTHONPATH" "$SLURM_PROCID" "$@" >> {log}
+printf '%s\\x1f' {name} "$PWD" "$EAGLE3NB_SGLANG_PYTHON" "$OPENROUTER_API_KEY" "$@" >> {log}
 printf '\\x1e' >> {log}
 {action}
 """

@@ -40,9 +40,13 @@ OTHERS = {"a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
 SHAPES = {
     "a home folder": r"/(?<![\w.…>~-]/)(?:home|Users)/[\w.-]+", "a user's folder": r":[\\/]+Users[\\/]+[\w.-]+",
     "a volume": r"/(?<![\w.…>~-]/)(?:mnt|media|scratch\d*|nfs\d*|lustre|gpfs|fsx|efs|workspace|volumes?)/[\w.-]+",
-    "an address inside": r"://(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}(?::\d+)?"
-                         r"|://(?!localhost\b)[A-Za-z][\w-]*(?::\d+|/)"
-                         r"|://[\w.-]+\.(?:local|lan|internal|intranet|corp)\b"}
+    "an address inside": r"://(?:(?<=http://)|(?<=https://))(?:"
+                         r"(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}(?::\d+)?"
+                         r"|(?!localhost\b)[A-Za-z][\w-]*(?::\d+|/)|[\w.-]+\.(?:local|lan|internal|intranet|corp)\b)"}
+TAGS = ("a|abbr|b|body|br|button|caption|code|dd|details|div|dl|dt|em|figcaption|figure|font|g|h[1-6]|hr|html|i|img|"
+        "input|kbd|label|li|main|mark|nav|ol|p|pre|s|samp|section|small|span|strong|sub|summary|sup|svg|table|tbody|td|text|th|"
+        "thead|title|tr|tspan|u|ul|var|wbr")
+MARKS = re.compile(rf"\x1b\[[0-9;]*m|</?(?:{TAGS})(?:\s[^<>]*)?/?>|<!--.*?-->")
 PICTURES = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,([A-Za-z0-9+/=\s]{64,})")
 
 
@@ -93,9 +97,9 @@ def known_places(run: runs.Run) -> list[tuple[str, str, bool]]:
     """This machine's folders as records are scrubbed of them, those that the run's profile names, where its work lies,
     and any absolute path that ends as one which the records hide."""
     given = {}
-    for twin in run.twins.values():
+    for profile in {runs.profile(twin) for twin in run.twins.values()}:
         try:
-            given |= load(runs.profile(twin), (twin["stage"],))[twin["stage"]].full
+            given |= {name: v for values in load(profile, tuple(run.twins)).values() for name, v in values.full.items()}
         except (UserError, SyntaxError):  # the profile is gone; what it hid is found by its ending
             continue
     places = {*provenance.places(given), str(runs.work_folder(run)), str(runs.outputs())}
@@ -138,7 +142,7 @@ def texts(file: str, content: bytes) -> Iterator[tuple[str, str]]:
         yield from values(parsed(text), "")
     elif file.endswith(".jsonl"):
         for number, line in enumerate(text.splitlines(), start=1):
-            yield from values(parsed(line), f"line {number} ")
+            yield from values(parsed(line), f"line {number}")
     else:
         yield from plain_and_pictures("", text)
 
@@ -212,5 +216,5 @@ def unescaped(text: str) -> str:
 
 
 def unmarked(text: str) -> str:
-    """Without terminal colours and tags, which may stand in the midst of a word."""
-    return re.sub(r"\x1b\[[0-9;]*m|<[^<>]*>", "", text)
+    """Without terminal colours and tags, which may stand in the midst of a word; `<data_root>` is none."""
+    return MARKS.sub("", text)

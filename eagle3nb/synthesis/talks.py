@@ -10,37 +10,33 @@ later turn is then no continuation of what it wrote at an earlier one, and a tal
 turns as the later prompt has them, not supervised, and the new answer, supervised.
 """
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import product
-from os.path import commonprefix
 
 import numpy as np
-from jinja2 import TemplateError
 
 from eagle3nb.corpus.loops import ends_in_circles
 from eagle3nb.corpus.masks import Markers, encode, find_markers, mask_from_markers, mask_from_prefixes, render
 from eagle3nb.corpus.template import THINKING
 from eagle3nb.synthesis.endpoint import Answer
+from eagle3nb.synthesis.messages import REFUSES, Spelling, arguments_of, spelling_of, spoken
 from eagle3nb.synthesis.prompts import Prompt
 
 ATTEMPTS = 3  # samples of one answer before it is given up
 FINAL = ("refused", "cut in its thought", "cut in its call", "longer than the context")  # others are sampled again
 LOOP_GRAM, LOOP_SHARE, LOOP_TAIL = 8, 0.35, 24
-REFUSES = (TemplateError, TypeError, ValueError, KeyError)  # by a template that has no place for some messages
 
 
 @dataclass(frozen=True)
 class Language:
     """How the target writes. `free`: special tokens that its template itself puts into an answer, around thoughts and
-    calls; any other in an answer's text is a fault. `thinks`: the template takes thoughts as `reasoning_content`."""
+    calls; any other in an answer's text is a fault."""
 
     tokenizer: object
     markers: Markers
     eos: tuple[int, ...]
     free: frozenset[int]
-    thinks: bool
+    spelling: Spelling
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def language_of(tokenizer, eos: tuple[int, ...]) -> Language:
         pass  # a template without tools
     free -= {markers.end_of_turn, *eos}
     return Language(tokenizer, markers, tuple(eos), frozenset(free & set(markers.special_ids)),
-                    "reasoning_content" in tokenizer.get_chat_template())
+                    spelling_of(tokenizer, markers))
 
 
 # ---------------------------------------------------------------------------------------------------- asking
@@ -184,11 +180,11 @@ def row_of_ids(talk: Talk, new: list[int], language: Language) -> tuple[Row | No
 
 def as_message(text: str, language: Language) -> dict:
     """An answer's text as the template takes it back: the thought apart, where the template has a place for it."""
-    for opener, closer in THINKING if language.thinks else ():
-        thought, closed, said = text.partition(closer)
-        if closed:
-            return {"role": "assistant", "content": said.lstrip("\n"),
-                    "reasoning_content": thought.rpartition(opener)[2].strip("\n")}
+    opener, closer = language.spelling.thought
+    thought, closed, said = text.partition(closer)
+    if language.spelling.places and closed:
+        return {"role": "assistant", "content": said.lstrip("\n"),
+                "reasoning_content": thought.rpartition(opener)[2].strip("\n")}
     return {"role": "assistant", "content": text}
 
 
@@ -201,77 +197,29 @@ def gives_back(ids: list[int], asked: list[int], tokenizer) -> bool:
 
 def row_of_message(talk: Talk, answer: Answer, language: Language) -> tuple[Row | None, str, str]:
     """(row, fault, note) of a chat endpoint's answer, as the target's template writes it."""
-    said, cut = answer.message, answer.outcome == "length"
-    content = said.get("content") or ""
-    if cut and not content.strip():
+    said, cut, tokenizer = answer.message, answer.outcome == "length", language.tokenizer
+    if cut and not (said.get("content") or "").strip():
         return None, "cut in its thought" if said.get("reasoning_content") else "empty", ""
     if cut and said.get("tool_calls"):
         return None, "cut in its call", ""
     if any(arguments_of(call) is None for call in said.get("tool_calls") or ()):
         return None, "call is no JSON", ""
-    tools, tokenizer = list(talk.prompt.tools) or None, language.tokenizer
-    before = render(tokenizer, talk.messages, tools=tools)
-    for message, wanted in forms(said, language):
-        try:
-            text = render(tokenizer, [*talk.messages, message], tools=tools)
-        except REFUSES:
-            continue
-        begin = len(commonprefix([before, text]))
-        if all(part in text[begin:] for part in wanted):
-            break
-    else:
+    texts = encode(tokenizer, f"{said.get('content') or ''}{said.get('reasoning_content') or ''}")
+    if foreign(texts, language):
+        return None, "special token", ""
+    end = tokenizer.decode([language.markers.end_of_turn])
+    found = spoken(talk.messages, said, cut, list(talk.prompt.tools) or None, tokenizer, language.spelling, end)
+    if found is None:
         return None, "template drops it", ""
-    if cut:  # what the template writes behind it was not generated
-        text = text.rpartition(tokenizer.decode([language.markers.end_of_turn]))[0].rstrip()
-    ids = encode(tokenizer, text)
-    derived = mask_from_markers(np.asarray(ids), language.markers)
-    spans = runs(derived)
-    if len(spans) != sum(m["role"] == "assistant" for m in talk.messages) + 1:
-        return None, "masks disagree", ""
-    start, end = spans[-1]
-    row = extended(talk, ids[:end], start, message, answer.outcome)
-    if not cut and ids[end - 1] != language.markers.end_of_turn:
-        return None, "masks disagree", ""
-    if fault := fault_of(ids[start:end - (not cut)], language):
+    before, ids = encode(tokenizer, found.before), encode(tokenizer, found.before + found.text)
+    if ids[:len(before)] != before:  # a server reads the prompt before there is an answer for it to fuse with
+        ids = before + encode(tokenizer, found.text)
+    if fault := fault_of(ids[len(before):len(ids) - (not cut)], language):
         return None, fault, ""
+    row = extended(talk, ids, len(before), found.message, answer.outcome)
     checked = agree(row, talk.prompt, language)
-    dropped = bool(said.get("reasoning_content")) and said["reasoning_content"].strip() not in text
-    note = "thought dropped by the template" if dropped else "" if checked == "both" else "by markers alone"
+    note = "thought dropped by the template" if found.dropped else "" if checked == "both" else "by markers alone"
     return (row, "", note) if checked else (None, "masks disagree", "")
-
-
-def arguments_of(call: dict) -> dict | None:
-    """A call's arguments as an object; None where they are none."""
-    given = call["function"].get("arguments") or "{}"
-    try:
-        found = json.loads(given) if isinstance(given, str) else given
-    except json.JSONDecodeError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def forms(said: dict, language: Language):
-    """(message, texts that must be in its rendering): the forms that templates take an answer in, the most faithful
-    first. Thoughts as a field of their own, inside the content, or not at all; a call's arguments as the text that the
-    model wrote, or as an object."""
-    content, thought = said.get("content") or "", said.get("reasoning_content") or ""
-    calls, opened = said.get("tool_calls") or (), THINKING[0]
-    plain = {"role": "assistant", "content": content}
-    ways = [(plain, [])]
-    if thought:
-        within = f"{opened[0]}\n{thought}\n{opened[1]}\n\n{content}"
-        inside = [({**plain, "content": within}, [thought.strip()])]
-        ways = [({**plain, "reasoning_content": thought}, [thought.strip()]),
-                *(inside if opened[1] in language.tokenizer.get_chat_template() else []), *ways]
-    for (message, wanted), as_text in product(ways, (True, False) if calls else (True,)):
-        wanted = [*wanted, *([content.strip()] if content.strip() else [])]
-        if calls:
-            made = [{**call, "function": {**call["function"], "arguments": call["function"].get("arguments") or "{}"
-                                          if as_text else arguments_of(call)}} for call in calls]
-            message = {**message, "tool_calls": made}
-            wanted += [call["function"]["name"] for call in made]
-            wanted += [call["function"]["arguments"] for call in made] if as_text else []
-        yield message, wanted
 
 
 def extended(talk: Talk, ids: list[int], start: int, message: dict, finish: str) -> Row:
@@ -290,9 +238,14 @@ def fault_of(body: list[int], language: Language) -> str:
     """Why an answer's tokens (without the end of turn) make no record; empty if they do."""
     if len(body) < 2:
         return "empty"
-    if set(body) & (set(language.markers.special_ids) - language.free):
+    if foreign(body, language):
         return "special token"
     return "looping" if looping(body) else ""
+
+
+def foreign(body: list[int], language: Language) -> bool:
+    """Whether there is a special token that no answer holds."""
+    return bool(set(body) & (set(language.markers.special_ids) - language.free))
 
 
 def looping(ids) -> bool:

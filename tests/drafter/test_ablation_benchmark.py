@@ -1,11 +1,14 @@
 """The ablation's own arithmetic and bookkeeping: intervals over prompts and seeds, runs that stand, time that ends."""
 
+import importlib.metadata
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 import yaml
 
 from eagle3nb.drafter.settings import Settings
@@ -139,3 +142,11 @@ def test_options(ablation):
                                                                   "outputs/ablation-quick.json")
     with pytest.raises(SystemExit):
         ablation.parsed(["--row", "nothing"])
+
+
+def test_no_benchmark_hides_a_library():
+    """A script's folder comes first on its path: a kernels.py there was taken by Transformers for Hugging Face's, which
+    it looks for and need not be installed."""
+    ours = {path.stem for path in (ROOT / "tests/benchmarks").glob("*.py")}
+    looked_for = set(transformers.utils.import_utils.BACKENDS_MAPPING) | {"kernels"}
+    assert not ours & (looked_for | set(importlib.metadata.packages_distributions()) | sys.stdlib_module_names)

@@ -1,9 +1,9 @@
 """The Triton kernels of the training step on a GPU: time, peak memory, fraction of the roofline, beside others.
 
-    python tests/benchmarks/kernels.py [--tokens 8192] [--document 2048] [--heads 32] [--kv-heads 8] [--head-dim 128]
-        [--own 3] [--supervised 0.6] [--hidden 4096] [--draft-vocab 32000] [--steps 4] [--positions 1024]
-        [--dtype bf16] [--repeat 20] [--sweep] [--json FILE]
-    TRITON_INTERPRET=1 python tests/benchmarks/kernels.py --tiny      shapes and results on a CPU; no speed
+    python tests/benchmarks/attention_and_loss.py [--tokens 8192] [--document 2048] [--heads 32] [--kv-heads 8]
+        [--head-dim 128] [--own 3] [--supervised 0.6] [--hidden 4096] [--draft-vocab 32000] [--steps 4]
+        [--positions 1024] [--dtype bf16] [--repeat 20] [--sweep] [--json FILE]
+    TRITON_INTERPRET=1 python tests/benchmarks/attention_and_loss.py --tiny      shapes and results on a CPU; no speed
 
 Attention of step `own` of training-time test, forward, and forward with backward: the kernel, FlexAttention (compiled,
 own keys appended to the keys and found by a mask, as its users do) and the plain twin. Cross-entropy with gradients for

@@ -171,8 +171,8 @@ def test_arguments_go_into_the_template_as_it_takes_them():
     assert rows == [] and counts["template drops it"] == ATTEMPTS, "a template without tools loses what was called"
 
 
-EMPTIES = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content if m.tool_calls "
-                        "else '' }}</think>{% endif %}{{ m.content }}")  # as Kimi-K2's, of a turn that is over
+EMPTIES = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content if "
+                        "m.tool_calls else '' }}</think>{% endif %}{{ m.content }}")  # as Kimi-K2's, of a turn that is over
 STRIPS = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
 OPENS = STRIPS.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")  # as DeepSeek-R1's
 
@@ -199,7 +199,8 @@ def test_a_thought_is_kept_where_the_target_wrote_it(template, asked, kept):
 def test_thoughts_between_calls_stay_in_the_row_and_those_before_the_last_question_do_not():
     """As Kimi-K2's template: a chain of calls keeps its thoughts until it is answered."""
     chain = ("{% set ns = namespace(last=-1) %}{% for m in messages %}"
-             "{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+             "{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.last = loop.index0 %}{% endif %}"
+             "{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
              "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content if loop.index0 > ns.last else '' }}</think>"
              "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} "
              "{{ c.function.arguments }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"

@@ -44,12 +44,15 @@ def teacher() -> str:
 
 
 def usual() -> str:
-    """Slots that l[t] alone would train at step 0, against ours."""
-    ours = np.flatnonzero(counted_slots(MASK, np.ones(len(MASK), bool), 1)[0])
-    theirs = [t for t in np.flatnonzero(MASK) if t + 2 < len(TOKENS)]
-    rows = [(t, f"`{TOKENS[t + 2]}`", "yes" if t in ours else "no", "yes" if t in theirs else "no")
-            for t in sorted({*ours.tolist(), *map(int, theirs)})]
-    return table(("slot t", "step 0 learns to draft", "a server gets there", "l[t] trains it"), rows)
+    """Slots that other masks train at step 0, against ours."""
+    length = len(TOKENS)
+    ours = set(np.flatnonzero(counted_slots(MASK, np.ones(length, bool), 1)[0]).tolist())
+    here = {t for t in range(length - 2) if MASK[t]}
+    shifted = {t for t in range(length - 2) if MASK[t + 1]}
+    rows = [(t, f"`{TOKENS[t + 2]}`", *("yes" if t in slots else "no" for slots in (ours, here, shifted)))
+            for t in sorted(ours | here | shifted)]
+    head = ("slot t", "step 0 learns to draft", "a server gets there", "l[t] trains it", "l[t+1] trains it")
+    return table(head, rows)
 
 
 def walk() -> str:

@@ -70,6 +70,21 @@ def test_regions_are_filled_and_known():
     assert "9.99" not in specimen.filled(wrong) and "**" in specimen.filled(wrong)
 
 
+def test_sources_in_the_log_are_there():
+    """Each figure that is said to stand in the log: the section that is named, and the tables' own numbers."""
+    log = pages.text_of("docs/LOG.md")
+    headings = re.findall(r"^## (.*)$", log, re.M)
+    for page in set(pages.names()) - {"docs/LOG.md"}:
+        for quoted in re.findall(r"\[log\]\([^)]*\),\s+((?:\"[^\"]+\"(?: and )?)+)", pages.prose(page)):
+            for name in re.findall(r'"([^"]+)"', quoted):
+                assert any(" ".join(name.split()) in heading for heading in headings), f"{page}: no {name!r} in the log"
+    for page, least in (("docs/explanation/walk.md", 8), ("docs/explanation/hidden-states.md", 6)):
+        rows = [line for line in specimen.REGION.sub("", pages.text_of(page)).splitlines() if line.startswith("|")]
+        numbers = [n for row in rows for n in re.findall(r"\d[\d,]*\.?\d+", row) if not re.fullmatch(r"\d\d", n)]
+        missing = [number for number in numbers if number not in log]
+        assert len(numbers) >= least and not missing, (page, missing)
+
+
 def test_the_examples_are_what_the_definition_says():
     """The mask's example by the definition written out once more, the walk's by hand."""
     l, x, K = examples.MASK, examples.TOKENS, examples.K  # noqa: E741 (the paper's)

@@ -45,7 +45,8 @@ def test_rows_are_sorted_by_a_click_or_a_key(root, tab):
     page, all_names = opened(tab, root), [run.name for run in runs.all_runs()]
     short = [name.split("\n")[0] for name in page.evaluate(NAMES)]
     assert short == all_names and all_names[::2] == ["half", "wide", "alpha"]
-    values = {"Run": lambda run: run.name, "Started (UTC)": runs.started, "Target": lambda run: runs.target(run).lower(),
+    values = {"Run": lambda run: run.name, "Started (UTC)": runs.started,
+              "Target": lambda run: runs.target(run).lower(),
               "Acceptance length, 3 drafted": lambda run: (runs.acceptance(run) or {"tau": None})["tau"],
               "Tokens": lambda run: runs.data(run)["tokens"], "Time": runs.seconds}
     order = all_names

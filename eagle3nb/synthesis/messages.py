@@ -132,3 +132,5 @@ def forms(said: dict, spelling: Spelling):
             wanted += [call["function"]["name"] for call in made]
             wanted += [call["function"]["arguments"] for call in made] if as_text else []
         yield message, wanted
+        if calls and not content:
+            yield {**message, "content": None}, wanted  # DeepSeek's write an empty content as a turn of its own

@@ -12,6 +12,7 @@ turns as the later prompt has them, not supervised, and the new answer, supervis
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -75,15 +76,16 @@ def language_of(tokenizer, eos: tuple[int, ...]) -> Language:
     markers = find_markers(tokenizer)
     known = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
     free = {known[mark] for pair in THINKING for mark in pair if mark in known}
-    call = {"id": "functions.look:0", "type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
     tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {
         "type": "object", "properties": {"at": {"type": "string"}}}}}
-    answer = {"role": "assistant", "content": "Well", "reasoning_content": "Hm", "tool_calls": [call]}
-    try:
-        ids = encode(tokenizer, render(tokenizer, [{"role": "user", "content": "Hi"}, answer], tools=[tool]))
+    for content, arguments in product(("Well", None), ('{"at": "sky"}', {"at": "sky"})):
+        call = {"id": "functions.look:0", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        answer = {"role": "assistant", "content": content, "reasoning_content": "Hm", "tool_calls": [call]}
+        try:
+            ids = encode(tokenizer, render(tokenizer, [{"role": "user", "content": "Hi"}, answer], tools=[tool]))
+        except REFUSES:
+            continue  # a template without tools, or one that takes them in another form
         free |= {token for token, own in zip(ids, mask_from_markers(np.asarray(ids), markers), strict=True) if own}
-    except REFUSES:
-        pass  # a template without tools
     free -= {markers.end_of_turn, *eos}
     return Language(tokenizer, markers, tuple(eos), frozenset(free & set(markers.special_ids)),
                     spelling_of(tokenizer, markers))

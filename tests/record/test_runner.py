@@ -131,6 +131,8 @@ def test_every_change_is_a_reason_to_run(finished, monkeypatch):
     assert altered(data / "A2/part.txt", "sowr") == "input <data_root>/A2/part.txt changed"
     assert altered(folder / "2_merge.html", None) == "its record is not complete"
     assert altered(folder / "2_merge.json", "{") == "its JSON twin is broken"
+    left = json.dumps(twin(finished, "2_merge") | {"result": {"verdict": "amber", "incomplete": True}})
+    assert altered(folder / "2_merge.json", left) == "it was left incomplete"
     notebook = (finished / "notebooks/1_audit.ipynb").read_text()
     notebook = notebook.replace("Tokens rise", "Tokens grow")
     assert altered(finished / "notebooks/1_audit.ipynb", notebook) == "the notebook changed"

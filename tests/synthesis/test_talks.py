@@ -172,7 +172,7 @@ def test_arguments_go_into_the_template_as_it_takes_them():
 
 
 EMPTIES = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content if "
-                        "m.tool_calls else '' }}</think>{% endif %}{{ m.content }}")  # as Kimi-K2's, of a turn that is over
+                        "m.tool_calls else '' }}</think>{% endif %}{{ m.content }}")  # as Kimi-K2's, of a finished turn
 STRIPS = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
 OPENS = STRIPS.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")  # as DeepSeek-R1's
 
@@ -194,6 +194,18 @@ def test_a_thought_is_kept_where_the_target_wrote_it(template, asked, kept):
     end = len(wanted[0])
     assert (rows[0]["input_ids"][:end], rows[0]["loss_mask"][:end]) == wanted and not any(rows[0]["loss_mask"][end:])
     assert counts["thought dropped by the template"] == (template == STRIPS)
+
+
+def test_a_call_without_words_goes_as_the_template_takes_it():
+    """DeepSeek's writes an answer that has a content, an empty one too, behind its calls as a turn of its own."""
+    apart = PLAIN.replace("{{ m.content }}", (
+        "{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>{{ c.function.name + ' ' + c.function.arguments }}"
+        "</tool_call>{% endfor %}{% if m.content is not none %}<|im_end|>\n<|im_start|>assistant\n{% endif %}{% endif %}"
+        "{{ m.content or '' }}"))
+    rows, _, _ = held(asks(), apart, lambda talk: message(tool_calls=[call("look", 1, at="sky")]))
+    assert (rows[0]["input_ids"], rows[0]["loss_mask"]) == naive([
+        ("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n", 0),
+        ('<tool_call>look {"at":"sky"}</tool_call><|im_end|>', 1), ("\n", 0)])
 
 
 def test_thoughts_between_calls_stay_in_the_row_and_those_before_the_last_question_do_not():

@@ -200,8 +200,8 @@ def test_a_call_without_words_goes_as_the_template_takes_it():
     """DeepSeek's writes an answer that has a content, an empty one too, behind its calls as a turn of its own."""
     apart = PLAIN.replace("{{ m.content }}", (
         "{% if m.tool_calls %}{% for c in m.tool_calls %}<tool_call>{{ c.function.name + ' ' + c.function.arguments }}"
-        "</tool_call>{% endfor %}{% if m.content is not none %}<|im_end|>\n<|im_start|>assistant\n{% endif %}{% endif %}"
-        "{{ m.content or '' }}"))
+        "</tool_call>{% endfor %}{% if m.content is not none %}<|im_end|>\n<|im_start|>assistant\n{% endif %}"
+        "{% endif %}{{ m.content or '' }}"))
     rows, _, _ = held(asks(), apart, lambda talk: message(tool_calls=[call("look", 1, at="sky")]))
     assert (rows[0]["input_ids"], rows[0]["loss_mask"]) == naive([
         ("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n", 0),

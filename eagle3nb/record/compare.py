@@ -87,7 +87,7 @@ def warnings(found: list[Run]) -> list[str]:
         for stage, loss in (("training", "no curve"), ("evaluation", "no acceptance length")):
             if not ended(run, stage):
                 said.append(f"Run {run.name} has no {stage} that ended well: {loss} of it.")
-        said += [f"Run {run.name}: {wrong}." for wrong in run.damaged.values()]
+        said += [f"Run {run.name}: {wrong}." for wrong in (*run.damaged.values(), *runs.outdated(run))]
     return said
 
 

@@ -103,7 +103,8 @@ def write_index(folder: Path) -> Path:
     """outputs/<run>/index.html, which is returned, and outputs/index.html."""
     path = folder / "index.html"
     with atomic_write(path) as handle:
-        handle.write(run_page(runs.read_run(folder), card=CARD if (folder / CARD).is_file() else ""))
+        run = runs.read_run(folder)
+        handle.write(run_page(run, home=not run.origin, card=CARD if (folder / CARD).is_file() else ""))
     write_runs(folder.parent)
     return path
 
@@ -204,7 +205,8 @@ def short(value, most: int = 28) -> str:
 
 
 def run_page(run: Run, home: bool = True, card: str = "") -> str:
-    """A run's stages. `home`: with a link to the index of all runs, which a bundle has not. `card`: the drafter's."""
+    """A run's stages. `home`: with a link to the index of all runs, which bundles and kept records lack. `card`: the
+    drafter's."""
     body = f"<h1>Run {escape(run.name)}</h1>{facts(run, card)}<h2>Stages</h2>"
     for stage in STAGES:
         if stage in run.damaged:
@@ -234,6 +236,7 @@ def facts(run: Run, card: str) -> str:
             ("Acceptance length", f"{runs.length(runs.acceptance(run))} with {STEPS} drafted tokens"
              if runs.acceptance(run) else ""),
             ("Drafter", f'<a href="{card}">its card</a>' if card else ""),
+            ("Not run again", escape("; ".join(runs.outdated(run)))),
             ("Kept", f"a record of run {escape(run.origin)}, under another name" if run.origin else "")]
     return '<dl class="facts">' + "".join(f"<dt>{k}</dt><dd>{v}</dd>" for k, v in rows if v) + "</dl>"
 

@@ -27,6 +27,8 @@ def percent(share: float) -> str:
 
 # The figures of a stage for people: what it is called, where it stands in the result, how it is written.
 FIGURES = {
+    "synthesis": (("records", "records", number), ("tokens", "tokens", number),
+                  ("of them generated", "supervised", number)),
     "audit": (("records", "forecast.records", number), ("tokens", "forecast.tokens", number),
               ("hidden states would take", "disk.needed", size), ("findings", "findings", number)),
     "merge": (("records", "merge.records", number), ("tokens", "merge.tokens", number),
@@ -150,8 +152,18 @@ def status(run: Run) -> str:
     return "ok"
 
 
+def outdated(run: Run) -> list[str]:
+    """`evaluation is of an earlier training`: stages that read what another stage of the run has written anew since."""
+    made = {at(e, "path", str): (stage, at(e, "xxh3", str)) for stage, twin in run.twins.items()
+            for e in at(twin, "outputs", list) or []}
+    return list(dict.fromkeys(
+        f"{stage} is of an earlier {made[path][0]}" for stage, twin in run.twins.items()
+        for e in at(twin, "inputs", list) or []
+        if (path := at(e, "path", str)) in made and path is not None and made[path][1] != at(e, "xxh3", str)))
+
+
 def verdict(run: Run) -> str:
-    """The stages that ran, or what went wrong."""
+    """The stages that ran, or what went wrong; and which of them was not run again after what it builds on."""
     failed = [(stage, twin.get("error")) for stage, twin in run.twins.items() if twin["status"] == "failed"]
     if run.damaged:
         return "; ".join(run.damaged.values()) + "; delete it and run the stage again"
@@ -160,7 +172,8 @@ def verdict(run: Run) -> str:
         return f"{stage}: {error or 'did not finish'}"
     ran = [stage for stage in USUAL if stage in run.twins]
     words = f"all {len(USUAL)} stages" if len(ran) == len(USUAL) else ", ".join(ran)
-    return " after ".join(filter(None, [words, "synthesis" if "synthesis" in run.twins else ""]))
+    words = " after ".join(filter(None, [words, "synthesis" if "synthesis" in run.twins else ""]))
+    return "; ".join([words, *outdated(run)])
 
 
 def started(run: Run) -> str:

@@ -68,6 +68,7 @@ def test_each_run_is_a_row_newest_first(root):
     made_runs.make(root, "newer", day=7, learning_rate=0.001, exclude=["B1"])
     made_runs.make(root, "half", day=5, stages=("audit", "merge"))
     shutil.copytree(folder, root / "outputs/specimen-older")
+    assert "../index.html" not in index.write_index(root / "outputs/specimen-older").read_text()
     (root / "outputs/empty").mkdir()
     (root / "outputs/some.txt").write_text("no run")
     rows = listed()
@@ -119,6 +120,17 @@ def test_the_worst_stage_is_the_verdict(root):
     assert row["Verdict"].startswith("✖ failed 2_merge.json is not valid JSON; delete it and run the stage again")
     page = index.write_index(folder).read_text()
     assert "2_merge.json is not valid JSON" in page and "3 extraction" in page and "✖ failed" in page
+
+
+def test_a_stage_that_read_what_was_made_anew_since_is_named(root):
+    folder = made_runs.make(root, "demo")
+    twin = json.loads((folder / "4_training.json").read_text())
+    weights = next(e for e in twin["outputs"] if e["path"].endswith("model.safetensors"))
+    made_runs.change(folder, "evaluation", inputs=[weights])
+    assert listed()[0]["Verdict"] == "✔ ok all 5 stages"
+    made_runs.change(folder, "evaluation", inputs=[weights | {"xxh3": "0" * 32}])
+    assert listed()[0]["Verdict"] == "✔ ok all 5 stages; evaluation is of an earlier training"
+    assert "evaluation is of an earlier training" in index.write_index(folder).read_text()
 
 
 JUNK = (None, True, -1, 10**30, 1.5, "", "text", "2026-99-99", [], [None], {}, {"tau": "x"}, [{"steps": 3}], [1, [2]],

@@ -56,7 +56,7 @@ sglang-cpu: .venv-sglang/.ready
 # The demo's drafter is what its server drafts with.
 test-sglang: sglang-cpu demo
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/standins .venv-sglang/bin/python -m pytest tests/sglang \
-	  tests/drafter/test_kernels.py tests/drafter/test_shared_memory.py
+	  tests/drafter/test_kernels.py tests/drafter/test_shared_memory.py tests/docs/test_sglang_flags.py
 
 # Extraction against bare forward passes of the model, and the store's writer against the disk, in one run (about 3
 # minutes). OPTIONS="--rows 60 --segments 4" for a look; all options: tests/benchmarks/extraction.py.

@@ -6,8 +6,10 @@ import numpy as np
 
 from eagle3nb.corpus import accounts
 from eagle3nb.corpus.decision import accounting_lines
+from eagle3nb.corpus.records import Source
 from eagle3nb.corpus.selection import Mix, select
 from eagle3nb.corpus.survey import SourceSurvey, Survey
+from eagle3nb.files import read_json
 
 
 def forecast(found: Survey) -> dict:
@@ -36,7 +38,19 @@ def overview(found: Survey) -> list[dict]:
             "supervised": source.supervised_tokens, "mean length": round(source.mean_length, 1),
             "median": int(np.median(lengths)), "p95": int(np.percentile(lengths, 95)), "longest": int(lengths.max()),
             "skipped": sum(source.tally.skipped.values())})
-    return rows
+    others = [off_policy(place) for place in found.places]
+    return [row | {"off-policy": other} for row, other in zip(rows, others, strict=True)] if any(others) else rows
+
+
+def off_policy(place: Source) -> str:
+    """The other model that answered a dataset's prompts, where synthesis said so in its report beside it; else ""."""
+    models = set()
+    for pattern in (f"{place.name}.json", f"{place.name}.*.json"):
+        for path in place.path.parent.glob(pattern):
+            report = read_json(path)
+            if isinstance(report, dict) and report.get("on_policy") is False:
+                models.add(str(report.get("model") or "another model"))
+    return ", ".join(sorted(models))
 
 
 def token_counts(found: Survey) -> tuple[dict, dict]:

@@ -15,7 +15,8 @@ from synthesis.faulty_server import FOLDER, FaultyServer
 from synthesis.patience import Patience
 from synthesis.speaking import END, Says, call, naive
 
-from eagle3nb.corpus.records import tokens
+from eagle3nb.corpus.overview import off_policy
+from eagle3nb.corpus.records import Source, tokens
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis import answers, overview
 from eagle3nb.synthesis.answerer import connect
@@ -70,10 +71,12 @@ def test_rows_say_who_answered_and_whether_that_is_the_target(whole):
     report = json.loads(Path("whole/X1_test.json").read_text())
     assert report["asks"] == {"given": 8, "succeeded": 8, "failed": 0, "skipped": 0} and report["complete"]
     assert report["on_policy"] is False and report["model"] == "served-model" and report["spent"]["requests"] == 8
+    assert off_policy(Source("X1_test", Path("whole/X1_test").resolve(), ())) == "served-model", "as the audit tells"
     with server() as up:
         assert asked(up.url, "whole").state == "kept" and not up.seen
         assert asked(up.url, "whole", on_policy=True).state == "made" and not up.seen, "other rows, of known answers"
     assert rows("whole")[0]["on_policy"] is True
+    assert off_policy(Source("X1_test", Path("whole/X1_test").resolve(), ())) == ""
 
 
 def test_a_server_of_ids_gives_records_of_these_very_ids():

@@ -131,13 +131,13 @@ def parameters_page() -> str:
     known = {stage: declared(notebook_of(stage)) for stage in stages()}
     shared, given = common(known), profiles()
     head = ("parameter", "type", "default", "what it means", "set by profiles")
-    lines = [HEAD, "# Parameters", "",
-             "Each notebook declares its parameters in its first code cell, a typed literal and a comment each; this "
-             "page is made of those cells. A profile is a folder of `params/`: `common.yml` for what every stage "
-             "reads, `<stage>.yml` for its own; `-p NAME VALUE` on the command line wins over both. An unknown name "
-             "or a value of another type is refused before anything runs, with the nearest right name. The last "
-             "column has what the profiles of `params/` set.", "",
-             "## Common to all stages", ""]
+    opening = specimen.prose(
+        "Each notebook declares its parameters in its first code cell, a typed literal and a comment each; this page is "
+        "made of those cells. A profile is a folder of `params/`: `common.yml` for what every stage reads, "
+        "`<stage>.yml` for its own; `-p NAME VALUE` on the command line wins over both. An unknown name or a value of "
+        "another type is refused before anything runs, with the nearest right name. The last column has what the "
+        "profiles of `params/` set.")
+    lines = [HEAD, "# Parameters", "", opening, "", "## Common to all stages", ""]
     last = [stage for stage in known if stage != "synthesis"][-1]
     lines += table(head, [(f"`{p.name}`", f"`{p.kind}`", f"`{as_yaml(p.default)}`", p.meaning,
                            set_by(p.name, ("common",), given))
@@ -216,12 +216,12 @@ def sentences() -> str:
 
 
 def rules_page() -> str:
-    lines = [HEAD, "# Audit rules", "",
-             f"{len(audit.RULES)} rules. A red finding stops the run unless the audit's `allow` names its rule; amber "
-             "wants a look before machines are rented; info is good to know. A finding of an excluded dataset is "
-             "info, whatever the rule. Rules on single rows are red from the stated share of a dataset's rows on, "
-             f"amber from one row in {round(1 / audit.FEW):,} and info below; each shows up to {EXAMPLES} examples by "
-             "file and line.", ""]
+    opening = specimen.prose(
+        f"{len(audit.RULES)} rules. A red finding stops the run unless the audit's `allow` names its rule; amber wants "
+        "a look before machines are rented; info is good to know. A finding of an excluded dataset is info, whatever "
+        "the rule. Rules on single rows are red from the stated share of a dataset's rows on, amber from one row in "
+        f"{round(1 / audit.FEW):,} and info below; each shows up to {EXAMPLES} examples by file and line.")
+    lines = [HEAD, "# Audit rules", "", opening, ""]
     for theme in audit.THEMES:
         rows = []
         for rule in (rule for rule in audit.RULES if audit.THEME[rule] == theme):

@@ -24,7 +24,7 @@ import psutil
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, read_json, resolve, shown, write_json
-from eagle3nb.record import tables
+from eagle3nb.record import index, tables
 from eagle3nb.record.declared import STAGES, check, declared, notebook_hash, notebook_of, stem
 from eagle3nb.record.provenance import (
     entries,
@@ -189,6 +189,7 @@ class Stage:
         self.twin["status"], self.finished = "ok", True
         self.twin.pop("error", None)
         self.write()
+        index.write_index(self.paths.run)  # in Lab, and under papermill alone, nobody else does
         for name in ("inputs", "outputs"):
             rows = [{"file": e["path"], "size": tables.size(e["bytes"]), "xxh3": e["xxh3"][:12]}
                     for e in self.twin[name]]
@@ -205,6 +206,7 @@ class Stage:
             return
         self.twin.update(status="failed", error=self.scrub(error), cost=self.meter.read())
         self.write()
+        index.write_index(self.paths.run)
         self.show_verdict("failed", self.twin["error"])
 
     def write(self) -> None:

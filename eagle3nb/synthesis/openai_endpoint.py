@@ -5,13 +5,15 @@ tokenises it with the target's.
 """
 
 import difflib
+import json
 
 from eagle3nb.errors import UserError
-from eagle3nb.synthesis.endpoint import Answer, Ask, Endpoint, Sampling
-from eagle3nb.synthesis.faults import Fault
+from eagle3nb.synthesis.endpoint import Answer, Ask, Endpoint, Sampling, texts
+from eagle3nb.synthesis.faults import WORDS, Fault
 
 OUTCOMES = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls",
             "content_filter": "refused"}
+ABSURD = 2**40  # tokens, or money, of one answer
 
 
 class OpenAIEndpoint(Endpoint):
@@ -60,16 +62,18 @@ class OpenAIEndpoint(Endpoint):
                 "temperature": sampling.temperature, "top_p": sampling.top_p, "seed": ask.seed, **self.extra}
 
     def read(self, ask: Ask, sampling: Sampling, value: dict) -> Answer:
-        """The first choice. Raises Fault where there is none, or it ended in no way known."""
+        """The first choice. Raises Fault where there is none, it is no message, or it ended in no way known."""
         try:
             choice = value["choices"][0]
-            message, finish = choice["message"], choice.get("finish_reason")
-            content, reasoning = content_of(message), reasoning_of(message)
-            calls = list(message.get("tool_calls") or ())
+            message, finish = choice["message"], str(choice.get("finish_reason"))
         except (KeyError, IndexError, TypeError, AttributeError):
             raise Fault("no choices", again=True, billed=True) from None
+        try:
+            content, reasoning, calls = content_of(message), reasoning_of(message), calls_of(message)
+        except (KeyError, TypeError, AttributeError):
+            raise Fault("malformed", again=True, billed=True) from None
         if choice.get("error") or finish not in OUTCOMES:
-            raise Fault("broken off", str(finish), again=True, billed=True)
+            raise Fault("broken off", finish[:WORDS], again=True, billed=True)
         usage = usage_of(value.get("usage"))
         outcome = "tool_calls" if calls and finish == "stop" else OUTCOMES[finish]
         reason = "content filter" if outcome == "refused" else ""
@@ -82,9 +86,9 @@ class OpenAIEndpoint(Endpoint):
         said = {"role": "assistant", "content": content}
         said |= {"reasoning_content": reasoning} if reasoning else {}
         said |= {"tool_calls": calls} if calls else {}
-        return self.answered(ask, outcome, usage, content + reasoning + (str(calls) if calls else ""), reason=reason,
+        return self.answered(ask, outcome, usage, "".join(texts(said)), reason=reason,
                              message=None if outcome in ("refused", "failed") else said,
-                             model=model_name(value.get("model") or self.model))
+                             model=model_name(str(value.get("model") or self.model)))
 
 
 def content_of(message: dict) -> str:
@@ -100,13 +104,25 @@ def reasoning_of(message: dict) -> str:
     return (message.get("reasoning_content") or message.get("reasoning") or "") + ""
 
 
+def calls_of(message: dict) -> list[dict]:
+    """Tool calls in OpenAI's form, arguments as text, without whatever else a server puts beside. TypeError or KeyError
+    for what is none."""
+    found = []
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+        arguments = json.dumps(arguments) if isinstance(arguments, dict) else arguments
+        found.append({"id": str(call.get("id") or f"call_{number}"), "type": "function",
+                      "function": {"name": name + "", "arguments": arguments + ""}})
+    return found
+
+
 def usage_of(usage) -> tuple[int | None, int | None, float | None]:
     """(prompt tokens, completion tokens, cost) as far as the server tells them; OpenRouter alone tells the cost."""
     usage = usage if isinstance(usage, dict) else {}
     tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     cost = usage.get("cost")
-    return (*(count if type(count) is int and count >= 0 else None for count in tokens),
-            float(cost) if type(cost) in (int, float) and cost >= 0 else None)
+    return (*(count if type(count) is int and 0 <= count < ABSURD else None for count in tokens),
+            float(cost) if type(cost) in (int, float) and 0 <= cost < ABSURD else None)
 
 
 def prices_of(pricing) -> dict | None:

@@ -12,7 +12,7 @@ from eagle3nb.errors import UserError
 from eagle3nb.synthesis import faults
 from eagle3nb.synthesis.budget import Budget, Spent
 from eagle3nb.synthesis.endpoint import Answer, Ask, Counts, Sampling
-from eagle3nb.synthesis.openai_endpoint import OpenAIEndpoint
+from eagle3nb.synthesis.openai_endpoint import OpenAIEndpoint, usage_of
 from eagle3nb.synthesis.sglang_endpoint import SGLangEndpoint
 from eagle3nb.synthesis.transport import Address
 
@@ -118,6 +118,12 @@ def test_costs_are_the_servers_where_it_tells_them():
     with FaultyServer({1: ["cost"]}) as server:
         found, counts = asked(openai(server, prices={"prompt": 1e6, "completion": 2e6}), [chat(1), chat(2)])
     assert (found[1].cost, found[2].cost, counts.spent.money) == (0.25, 12 + 2 * 7, 26.25)
+
+
+@pytest.mark.parametrize("odd", [-1, True, "3", None, float("inf"), float("nan"), 10**400, [3]])
+def test_usage_that_is_none(odd):
+    assert usage_of({"prompt_tokens": odd, "completion_tokens": 3, "cost": odd}) == (None, 3, None)
+    assert usage_of(odd) == (None, None, None)
 
 
 def test_seconds_and_rate_are_counted():

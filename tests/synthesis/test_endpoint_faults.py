@@ -3,17 +3,22 @@
 The witness is `expected`, which knows from a table alone what must come of a list of deeds.
 """
 
+import json
+import signal
+import threading
 from collections import Counter
+from dataclasses import asdict
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthesis.faulty_server import FaultyServer
+from synthesis.faulty_server import CALL, FaultyServer
 from synthesis.patience import Patience
 
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis import endpoint as module
+from eagle3nb.synthesis import faults
 from eagle3nb.synthesis.budget import Budget, Spent
 from eagle3nb.synthesis.endpoint import Ask, Sampling
 from eagle3nb.synthesis.openai_endpoint import OpenAIEndpoint
@@ -96,7 +101,8 @@ def test_any_faults(api, data):
             if ask.seed < len(plans) and ask.seed % 3 == 0:
                 return [ask_of(100 + ask.seed), ask_of(200 + ask.seed)]
 
-        counts = made(api, server, patience, budget=budget).answer(map(ask_of, script), SAMPLING, done)
+        kind = made(api, server, patience, budget=budget, concurrency=data.draw(st.integers(1, 5), label="at once"))
+        counts = kind.answer(map(ask_of, script), SAMPLING, done)
     answers = [answer for _, answer in found]
     check_sums(counts, answers, server, budget)
     assert sorted(ask.seed for ask, _ in found) == sorted(
@@ -146,6 +152,62 @@ def test_any_faults_on_any_budget(api, data):
     assert all(len(server.asked(seed)) == before[seed] for seed in script if seed not in skipped)
 
 
+LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(("", "stop", "text")))
+JSON = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(
+    st.sampled_from(("content", "type", "text", "name", "code")), inner, max_size=2)), max_leaves=5)
+WHOLE = {"openai": {"model": "m", "usage": {"prompt_tokens": 3, "completion_tokens": 4, "cost": 0.5}, "error": None,
+                    "choices": [{"finish_reason": "stop", "error": None, "message": {
+                        "content": "words", "reasoning": "thought", "refusal": None, "tool_calls": [CALL]}}]},
+         "sglang": {"output_ids": [5, 2], "meta_info": {"finish_reason": {"type": "stop", "matched": 2}}}}
+
+
+def places(value, path=()):
+    """Every path into a JSON value."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, entry in inner:
+        yield from places(entry, (*path, name))
+
+
+def bent(value, path: tuple, new):
+    """The value with `new` at the path."""
+    if not path:
+        return new
+    value = value.copy()
+    value[path[0]] = bent(value[path[0]], path[1:], new)
+    return value
+
+
+@pytest.mark.parametrize("api", KINDS)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_whatever_json_comes_is_an_answer_or_a_fault(api, data):
+    """Nothing else is raised, and what is made of it can be written down."""
+    value = WHOLE[api]
+    for _ in range(data.draw(st.integers(1, 2))):
+        value = bent(value, data.draw(st.sampled_from(list(places(value)))), data.draw(JSON))
+    kind = OpenAIEndpoint("http://127.0.0.1/v1", "m", "") if api == "openai" else SGLangEndpoint("http://127.0.0.1")
+    try:
+        answer = kind.read(ask_of(1), SAMPLING, faults.parsed(json.dumps(value), 0.0))
+    except faults.Fault as fault:
+        assert fault.reason and len(fault.detail) <= faults.WORDS
+        return
+    json.dumps(asdict(answer), allow_nan=False)
+    assert answer.outcome in ("stop", "length", "tool_calls", "failed", "refused") and answer.spent.tokens >= 0
+    assert all(type(token) is int for token in answer.ids) and isinstance(answer.model, str)
+    if answer.message:
+        assert all(isinstance(answer.message.get(name, ""), str) for name in ("content", "reasoning_content"))
+        for call in answer.message.get("tool_calls", []):
+            assert all(isinstance(text, str) for text in (call["id"], *call["function"].values()))
+
+
+@given(st.text(max_size=300), st.sampled_from((200, 400, 403, 429, 500)))
+@settings(max_examples=100, deadline=None)
+def test_whatever_text_comes_is_told_in_a_line(text, status):
+    fault = faults.of_status(status, text, {"retry-after": text}, 0.0, "a-key-of-ours")
+    assert len(fault.detail) <= faults.WORDS and "\n" not in fault.detail and (fault.after is None or fault.after >= 0)
+
+
 @pytest.mark.parametrize("api", KINDS)
 @pytest.mark.parametrize("deed, says", [
     ("http 401", r"says http 401 \(Incorrect API key provided\); check its key"), ("http 402", "no credit"),
@@ -177,7 +239,7 @@ def test_a_server_that_only_fails_is_left_alone(deed, stops):
     assert len(found) == 40 and len(failed) == (module.HOPELESS if stops else 37)
 
 
-def test_an_interrupt_loses_nothing_that_has_arrived(tmp_path):
+def test_an_interrupt_loses_nothing_that_has_arrived():
     """Two have arrived and one is held by the server when the interrupt comes, between two answers."""
     patience, found, budget = Patience(), [], Budget()
     held, arrived = [], []
@@ -200,3 +262,25 @@ def test_an_interrupt_loses_nothing_that_has_arrived(tmp_path):
             kind.answer(map(ask_of, range(9)), SAMPLING, lambda ask, answer: found.append(ask.seed))
     assert sorted(found) == [0, 1] and len(server.seen) == 3
     assert budget.held == Spent() and budget.spent.requests == 3  # the held one is booked, at the most
+
+
+def test_a_signal_ends_the_wait_for_an_answer():
+    """As a notebook's stop button does: the one answer that has come stays, the one that is held is given up."""
+    patience, found, budget, came = Patience(), [], Budget(), threading.Event()
+
+    def stop(seed):
+        came.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def done(ask, answer):
+        found.append(ask.seed)
+        came.set()
+
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with FaultyServer({1: ["slow"]}, on_slow=stop) as server, pytest.raises(KeyboardInterrupt):
+            made("openai", server, patience, budget=budget).answer(map(ask_of, range(2)), SAMPLING, done)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert found == [0] and budget.held == Spent() and budget.spent.requests == 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "asks"]

@@ -132,8 +132,8 @@ def parameters_page() -> str:
     shared, given = common(known), profiles()
     head = ("parameter", "type", "default", "what it means", "set by profiles")
     opening = specimen.prose(
-        "Each notebook declares its parameters in its first code cell, a typed literal and a comment each; this page is "
-        "made of those cells. A profile is a folder of `params/`: `common.yml` for what every stage reads, "
+        "Each notebook declares its parameters in its first code cell, a typed literal and a comment each; this page "
+        "is made of those cells. A profile is a folder of `params/`: `common.yml` for what every stage reads, "
         "`<stage>.yml` for its own; `-p NAME VALUE` on the command line wins over both. An unknown name or a value of "
         "another type is refused before anything runs, with the nearest right name. The last column has what the "
         "profiles of `params/` set.")

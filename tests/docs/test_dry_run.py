@@ -7,6 +7,7 @@ import pytest
 import world as worlds
 
 from eagle3nb.cli import main
+from eagle3nb.lock import only_one
 from eagle3nb.record import dry_run as module
 from eagle3nb.record.declared import STAGES
 
@@ -115,6 +116,13 @@ def test_what_a_stage_would_refuse_is_said_beforehand(words, project, capfd):
 def test_wrong_use_is_told_as_by_run(words, text, project, capfd):
     code, out, err = said(capfd, *words)
     assert code == 2 and text in err and "would run" not in out
+
+
+def test_a_run_that_is_under_way_is_told(project, capfd):
+    with only_one(project / "outputs/busy/work/.runner/lock"):
+        code, _, err = said(capfd, "--run", "busy")
+    assert code == 2 and "run busy is under way" in err
+    assert said(capfd, "--run", "busy")[0] == 0
 
 
 def test_a_plan_without_data_is_no_fault(project, capfd):

@@ -13,8 +13,8 @@ from eagle3nb.record import console
 from eagle3nb.record.declared import STAGES
 from eagle3nb.record.params import Settings, declarations, load, profile_folder, read_yaml
 from eagle3nb.record.run import state_folder
+from eagle3nb.record.runs import held
 from eagle3nb.record.stage import Paths, paths_of
-from eagle3nb.record.status import is_running
 from eagle3nb.record.unchanged import why_run
 
 NEEDS = {  # what a stage reads of earlier ones: folder of the run, file in it, the stage that writes it
@@ -52,7 +52,7 @@ def dry_run(profile: str, *, name: str = "", stages=STAGES, overrides=(), force:
     print("\nNothing was started and nothing was written.", flush=True)
     for problem, concerned in problems.items():
         console.warn(f"{', '.join(concerned)}: {problem}")
-    if busy := is_running(state_folder(paths) / "lock"):
+    if busy := held(state_folder(paths) / "lock"):
         console.warn(f"run {paths.run.name} is under way; it would be refused until that ends")
     return 2 if problems or busy else 0
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -408,3 +410,10 @@ def test_words_of_errors():
                         ("x" * 999, "x" * 200)):
         assert faults.words(text) == words
     assert str(faults.Fault("a", "b")) == "a (b)" and str(faults.Fault("a")) == "a"
+
+
+def test_the_client_is_imported_when_something_is_asked():
+    """It takes seconds, which no other command should."""
+    said = subprocess.run([sys.executable, "-c", "import sys, eagle3nb.synthesis.openai_endpoint, "
+                           "eagle3nb.synthesis.sglang_endpoint; print('openai' in sys.modules)"], capture_output=True)
+    assert said.stdout == b"False\n"

@@ -1,8 +1,12 @@
 """A real browser for this folder's tests: the system's Chromium, driven by Playwright; skipped where there is none."""
 
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # `import workplace`, under --import-mode=importlib
 
 PATIENCE = 120_000  # milliseconds that any step may take: a slow machine is no fault
 

@@ -22,7 +22,7 @@ from eagle3nb.synthesis.budget import Spent
 from eagle3nb.synthesis.endpoint import GOOD, Answer, Ask, Counts, Sampling
 from eagle3nb.synthesis.journal import Journal, lasts, opened, print_of, spent_before
 from eagle3nb.synthesis.sources import Dataset
-from eagle3nb.synthesis.talks import ATTEMPTS, Language, Talk, begin, numbered, records, take
+from eagle3nb.synthesis.talks import ALONE, ATTEMPTS, DROPPED, Language, Talk, begin, numbered, records, take
 
 FORMAT = 1  # raise it when the same recipe would give other rows
 SEED_STEP = 1_000_003  # between the attempts' seeds; prime, so that neighbouring seeds do not share samples
@@ -254,10 +254,10 @@ def summary(dataset: Dataset, rows: list[dict], work: Work, now: Counts, complet
 
 def line(part: Part) -> str:
     """What came of a part, in one line."""
-    report, kept = part.report, {"stop", "length", "tool_calls", "given up", "by markers alone"}
+    report, kept = part.report, {*GOOD, "given up", ALONE, DROPPED}
     faults = ", ".join(f"{count} {reason}" for reason, count in report["answers"].items() if reason not in kept)
     lost = "".join(f", {count} {reason}" for reason, count in report.get("lost", {}).items())
     return (f"  {part.name:<14} {report['records']:>4} records of {report['prompts']} prompts, "
             f"{report['tokens']:>6,} tokens, {report['supervised']:>6,} supervised; "
-            f"{report['cut_at_limit']} cut at the limit; sampled again: {faults or 'none'}"
+            f"{report['cut_at_limit']} cut at the limit; answers not kept: {faults or 'none'}"
             f"{f'; incomplete{lost}' if part.incomplete else ''}")

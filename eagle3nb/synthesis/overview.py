@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from eagle3nb.corpus.masks import encode, render
 from eagle3nb.synthesis.answerer import Answerer
 from eagle3nb.synthesis.answers import Part, file_of, journal_of, report_of
 from eagle3nb.synthesis.budget import Budget, Spent
-from eagle3nb.synthesis.endpoint import Counts
+from eagle3nb.synthesis.endpoint import GOOD, Counts
 from eagle3nb.synthesis.journal import known_in
 from eagle3nb.synthesis.sources import Dataset
-from eagle3nb.synthesis.talks import Language, begin, runs
+from eagle3nb.synthesis.talks import ALONE, DROPPED, Language, begin, runs
 
-NO_FAULTS = ("stop", "length", "tool_calls", "given up", "by markers alone")  # what else a report's `answers` count
+WORDS = {ALONE: ("an answer was kept", "the mask checked by the template's markers alone"),
+         DROPPED: ("an answer was kept", "without its thought, for which the template has no place")}
 
 
 def who_answers(who: Answerer, engine: str, api: str, budget: Budget) -> list[dict]:
@@ -42,13 +44,18 @@ def plan(wanted: list[Dataset], parts: int, who: Answerer, language: Language, o
          prices: dict) -> list[dict]:
     """A row a dataset: what is asked, how much of it is known, and what the rest may cost at most: every answer as long
     as it may be, none sampled again; a later turn's prompt holds the answers before it."""
-    rows = []
+    rows, glue = [], glue_of(language)
     for dataset in wanted:
         prompts = [prompt for part in range(parts) for prompt in dataset.prompts(seed + part)]
         known = sum(len(known_in(journal_of(out_dir, dataset.name, part, who.here))) for part in range(parts))
         turns = [1 + len(prompt.later) for prompt in prompts]
         opening = [len(begin(prompt, language.tokenizer).asked) for prompt in prompts]
-        read = sum(n * t + dataset.max_new_tokens * t * (t - 1) // 2 for n, t in zip(opening, turns, strict=True))
+        read = 0
+        for prompt, tokens in zip(prompts, opening, strict=True):
+            for block in ((), *prompt.later):  # a later turn reads all that came before it once more
+                words = [len(encode(language.tokenizer, message["content"] or "")) + glue for message in block]
+                tokens += sum(words) + (dataset.max_new_tokens if block else 0)
+                read += tokens
         most = Spent(sum(turns), read, sum(turns) * dataset.max_new_tokens)
         row = {"dataset": dataset.name, "prompts from": dataset.origin, "prompts": len(prompts), "answers": sum(turns),
                "known": known, "prompt tokens": sum(opening), "longest answer": dataset.max_new_tokens,
@@ -58,6 +65,14 @@ def plan(wanted: list[Dataset], parts: int, who: Answerer, language: Language, o
                                    + most.completion_tokens * prices["completion"]) / 1e6
         rows.append(row)
     return rows
+
+
+def glue_of(language: Language) -> int:
+    """Tokens that the template writes around a further message and the answer before it."""
+    hi, well = ({"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Well")))
+    lengths = [len(encode(language.tokenizer, render(language.tokenizer, talk, generation=True)))
+               for talk in ([hi], [hi, well, hi])]
+    return lengths[1] - lengths[0] - sum(len(encode(language.tokenizer, text)) for text in ("Well", "Hi"))
 
 
 def by_dataset(made: list[Part], out_dir: Path, max_seq_len: int) -> list[dict]:
@@ -89,12 +104,12 @@ def accounts(made: list[Part]) -> list[dict]:
 
 
 def reasons(made: list[Part]) -> list[dict]:
-    """A row a dataset and reason: answers that made no record, and what became of their talks."""
+    """A row a dataset and reason: answers that made no record, or less of one, and what became of their talks."""
     rows = Counter()
     for part in made:
         for why, count in part.report["answers"].items():
-            if why not in NO_FAULTS and count:
-                rows[part.dataset.name, "an answer was not kept", why] += count
+            if why not in (*GOOD, "given up") and count:
+                rows[part.dataset.name, *WORDS.get(why, ("an answer was not kept", why))] += count
         for kind, words in (("ended_early", "a talk ended before its last turn"), ("left_out", "a row was left out")):
             for why, count in part.report.get(kind, {}).items():
                 rows[part.dataset.name, words, why] += count

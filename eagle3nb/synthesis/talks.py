@@ -24,6 +24,7 @@ from eagle3nb.synthesis.messages import REFUSES, Spelling, arguments_of, spellin
 from eagle3nb.synthesis.prompts import Prompt
 
 ATTEMPTS = 3  # samples of one answer before it is given up
+ALONE, DROPPED = "by markers alone", "thought dropped by the template"  # notes on answers that are kept
 FINAL = ("refused", "cut in its thought", "cut in its call", "longer than the context")  # others are sampled again
 LOOP_GRAM, LOOP_SHARE, LOOP_TAIL = 8, 0.35, 24
 
@@ -177,7 +178,7 @@ def row_of_ids(talk: Talk, new: list[int], language: Language) -> tuple[Row | No
     if checked != "both" and not language.markers.stable and not gives_back(row.ids, talk.asked, language.tokenizer):
         checked = ""
     # The text's own tokens are not those that were sampled: a server would see others at the next turn.
-    return (row, "", "" if checked == "both" else "by markers alone") if checked else (None, "retokenises", "")
+    return (row, "", "" if checked == "both" else ALONE) if checked else (None, "retokenises", "")
 
 
 def as_message(text: str, language: Language) -> dict:
@@ -220,7 +221,7 @@ def row_of_message(talk: Talk, answer: Answer, language: Language) -> tuple[Row 
         return None, fault, ""
     row = extended(talk, ids, len(before), found.message, answer.outcome)
     checked = agree(row, talk.prompt, language)
-    note = "thought dropped by the template" if found.dropped else "" if checked == "both" else "by markers alone"
+    note = DROPPED if found.dropped else "" if checked == "both" else ALONE
     return (row, "", note) if checked else (None, "masks disagree", "")
 
 

@@ -43,10 +43,11 @@ SHAPES = {
     "an address inside": r"://(?:(?<=http://)|(?<=https://))(?:"
                          r"(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}(?::\d+)?"
                          r"|(?!localhost\b)[A-Za-z][\w-]*(?::\d+|/)|[\w.-]+\.(?:local|lan|internal|intranet|corp)\b)"}
-TAGS = ("a|abbr|b|body|br|button|caption|code|dd|details|div|dl|dt|em|figcaption|figure|font|g|h[1-6]|hr|html|i|img|"
-        "input|kbd|label|li|main|mark|nav|ol|p|pre|s|samp|section|small|span|strong|sub|summary|sup|svg|table|tbody|td|text|th|"
-        "thead|title|tr|tspan|u|ul|var|wbr")
-MARKS = re.compile(rf"\x1b\[[0-9;]*m|</?(?:{TAGS})(?:\s[^<>]*)?/?>|<!--.*?-->")
+# Tags that may stand in the midst of a word, and terminals' colours; of other tags a blank is left.
+INLINE = "a|abbr|b|code|em|font|i|kbd|label|mark|s|samp|small|span|strong|sub|sup|tspan|u|var|wbr"
+BLOCK = ("body|br|button|caption|dd|details|div|dl|dt|figcaption|figure|g|h[1-6]|hr|html|img|input|li|main|nav|ol|p|"
+         "pre|section|summary|svg|table|tbody|td|text|th|thead|title|tr|ul")
+MARKS = re.compile(rf"\x1b\[[0-9;]*m|</?(?:{INLINE}|(?P<block>{BLOCK}))(?:\s[^<>]*)?/?>|<!--.*?-->")
 PICTURES = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,([A-Za-z0-9+/=\s]{64,})")
 
 
@@ -107,7 +108,7 @@ def known_places(run: runs.Run) -> list[tuple[str, str, bool]]:
     either = "|".join(re.escape(place[1:]) for place in order)
     listed = [("a path of this machine", rf"/(?<![\w.]/)(?:{either})(?![\w-])", True)]
     hidden = {text for twin in run.twins.values() for text in strings(twin["parameters"]) if text.startswith("…/")}
-    return listed + [(f"the path that {ending} hides", r"/(?<![\w.…>:/~-]/)(?:[^\s\"'<>|\\]+/)?"
+    return listed + [(f"the path that {ending} hides", r"/(?<![\w.…>:/~-]/)(?:[^\s\"'<>|\\…]+/)?"
                       + re.escape(ending.removeprefix("…/")) + r"(?![\w-])", True) for ending in sorted(hidden)]
 
 
@@ -217,4 +218,4 @@ def unescaped(text: str) -> str:
 
 def unmarked(text: str) -> str:
     """Without terminal colours and tags, which may stand in the midst of a word; `<data_root>` is none."""
-    return MARKS.sub("", text)
+    return MARKS.sub(lambda mark: " " * bool(mark["block"]), text)

@@ -236,7 +236,8 @@ def test_folders_that_the_run_was_given_are_looked_for(root, tmp_path_factory):
                  "/q9/of-this-run/states"):
         assert len(seeker.leaks("x.md", text.encode())) == 1, text
     for text in ("…/big/rows", "<data_root>/big/rows", "data/big/rows", "https://example.org/big/rows",
-                 "/q7/big/rowser", "/srv/q9/target-of-mine-too", "s3://big/rows"):
+                 "/q7/big/rowser", "/srv/q9/target-of-mine-too", "s3://big/rows",
+                 "<td>outputs/&lt;run&gt;/work</td><td>data_root</td><td>'…/big/rows'</td>"):
         assert seeker.leaks("x.md", text.encode()) == [], text
 
 

@@ -9,6 +9,7 @@ import shutil
 import made_runs
 import numpy as np
 import pytest
+from htmlpage import check
 
 from eagle3nb.cli import main
 from eagle3nb.errors import UserError
@@ -197,6 +198,10 @@ def test_the_page_stands_alone(root):
     links = re.findall(r'href="([^"]*)"', page)
     assert "index.html" in links and "../" not in "".join(links)
     assert "href" not in compare_page.html(found, inside=False)
+    (root / "outputs/index.html").write_text("")
+    for name in "ab":
+        (root / f"outputs/{name}/index.html").write_text("")
+    check(compare_page.html(found), root / "outputs")
 
 
 def test_wrong_use(root, capsys):

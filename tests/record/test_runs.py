@@ -13,6 +13,7 @@ from pathlib import Path
 
 import made_runs
 import pytest
+from htmlpage import check
 
 from eagle3nb.lock import only_one
 from eagle3nb.record import index, runs
@@ -180,6 +181,7 @@ def test_a_run_s_page_has_words_and_percent(root):
     assert page.heads == ["h1", "h2", "h2"] and "script" not in page.tags
     assert {link for link in page.links if not (folder / link).exists()} == set()
     assert "../index.html" in page.links and "work/export/README.md" in page.links
+    check((folder / "index.html").read_text(), folder)
     half = made_runs.make(root, "half", stages=("audit",))
     text = index.write_index(half).read_text()
     assert "5 evaluation: not run" in text and "synthesis" not in text and "card" not in text.partition("<main>")[2]

@@ -159,6 +159,16 @@ def parameters_page() -> str:
 
 # ---------------------------------------------------------------------------------------------------- command line
 
+ENVIRONMENT = {  # what a user may set; the other names that begin so are passed between the project's own processes
+    "EAGLE3NB_SGLANG_PYTHON": "the interpreter that has SGLang, where it is not this one: "
+                              "`.venv-sglang/bin/python` after `make sglang-cpu`",
+    "EAGLE3NB_SCRATCH": "where SGLang's states change hands; else shared memory if it has 8 GB free, else where "
+                        "temporary files lie",
+    "OMP_NUM_THREADS": "threads of PyTorch on a CPU; set it to 1 beside other busy processes",
+    "OPENAI_API_KEY": "the key of the model that answers in stage 0, or the variable that `key_variable` names",
+}
+INTERNAL = ("COMMAND", "FAMILY", "NODE_RANK", "PARENT", "PROGRESS", "SGLANG_STATES")
+
 
 def spelled(action: argparse.Action) -> str:
     """`--run NAME` as one types it."""
@@ -197,6 +207,8 @@ def cli_page() -> str:
                  "" if a.default in (None, "", [], False, argparse.SUPPRESS) or a.nargs == 0 else f"`{a.default}`",
                  a.help or "") for a in arguments(command)]
         lines += table(("argument", "default", "what it does"), rows) if rows else []
+    lines += ["## Environment", ""]
+    lines += table(("variable", "what it does"), [(f"`{name}`", told) for name, told in ENVIRONMENT.items()])
     return "\n".join(lines)
 
 

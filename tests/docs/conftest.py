@@ -15,3 +15,17 @@ def base(tmp_path_factory) -> Path:
     import world
 
     return world.build(tmp_path_factory.mktemp("world").resolve())
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    """A small store of hidden states, for `verify`."""
+    import shards
+
+    from eagle3nb.states.writing import open_writer
+
+    folder = tmp_path_factory.mktemp("store") / "states"
+    with open_writer(folder, {"rows": 6, "dtype": "fp32"}, shards.sizes(6)) as writer:
+        writer.write_head(shards.head())
+        writer.write(0, 5, shards.shard(0, 5, 6))
+    return folder

@@ -48,20 +48,6 @@ AFTER_A_RUN = ("docs/how-to/serve.md",)
 with_commands = [p for p in pages.names() if any(b.language in ("sh", "bash", "yaml") for b in pages.blocks(p))]
 
 
-@pytest.fixture(scope="session")
-def store(tmp_path_factory):
-    """A small store of hidden states, for `verify`."""
-    import shards
-
-    from eagle3nb.states.writing import open_writer
-
-    folder = tmp_path_factory.mktemp("store") / "states"
-    with open_writer(folder, {"rows": 6, "dtype": "fp32"}, shards.sizes(6)) as writer:
-        writer.write_head(shards.head())
-        writer.write(0, 5, shards.shard(0, 5, 6))
-    return folder
-
-
 @pytest.fixture
 def world(base, store, tmp_path, monkeypatch):
     made = worlds.World(base, tmp_path / "w")

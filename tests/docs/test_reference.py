@@ -55,6 +55,13 @@ def test_every_rule_and_every_command_is_in_it():
                 assert f"`{option}`" in told
 
 
+def test_every_variable_of_the_environment_is_in_it():
+    used = {name for path in (pages.ROOT / "eagle3nb").rglob("*.py")
+            for name in re.findall(r"EAGLE3NB_[A-Z_]+", path.read_text(encoding="utf-8"))}
+    known = {name for name in reference.ENVIRONMENT if name.startswith("EAGLE3NB_")}
+    assert used == known | {f"EAGLE3NB_{name}" for name in reference.INTERNAL}
+
+
 def test_numbers_of_rules_that_pages_tell():
     for page in pages.names():
         if page == "docs/LOG.md":

@@ -3,6 +3,7 @@
 import math
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from eagle3nb.drafter import curves
 from eagle3nb.files import atomic_write, resolve, shown
@@ -74,7 +75,7 @@ def head(found: Comparison, inside: bool) -> str:
     notes = [*found.warnings, *(f"{pair.run.name}: {note}" for pair in found.pairs for note in pair.notes)]
     body = charts.legend([run.name for run in found.runs])
     if inside:
-        links = (f'<a href="{escape(run.name)}/index.html">{escape(run.name)}</a> ({escape(runs.started(run))})'
+        links = (f'<a href="{quote(run.name)}/index.html">{escape(run.name)}</a> ({escape(runs.started(run))})'
                  for run in found.runs if (run.folder / "index.html").exists())
         body += f"<p>Records: {', '.join(links)}</p>"
     body += f'<ul class="claims">{items}</ul>' if items else ""

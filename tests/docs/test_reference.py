@@ -1,5 +1,6 @@
 """The generated pages equal what tools/reference.py writes now, and hold what they are to hold."""
 
+import ast
 import re
 from functools import cache
 
@@ -85,6 +86,22 @@ def test_regions_are_filled_and_known():
     assert used <= set(specimen.REGIONS) and set(examples.REGIONS) <= used
     wrong = "<!-- made: demo-table -->\n| 1 | 9.99 |\n<!-- end -->\n"
     assert "9.99" not in specimen.filled(wrong) and "**" in specimen.filled(wrong)
+
+
+def test_lines_of_failures_are_the_codes():
+    """What `when a stage fails` quotes stands in the package's own messages, joined as Python joins them."""
+    texts = []
+    for path in (pages.ROOT / "eagle3nb").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(p.value if isinstance(p, ast.Constant) else "{}" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    table = pages.text_of("docs/how-to/when-it-fails.md").split("| the line has |")[1].split("\n\n")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.M)
+    assert len(quoted) >= 10
+    for line in quoted:
+        assert any(line in text for text in texts), f"no message says {line!r} any more"
 
 
 def test_sources_in_the_log_are_there():

@@ -25,8 +25,8 @@ def surroundings() -> dict[str, str]:
 def command(options: list[str], root: Path = ROOT) -> list[str]:
     """`jupyter lab` on the project, at the notebooks. Containers of rented machines have no other user than root."""
     as_root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    return [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}", "--ServerApp.preferred_dir=notebooks",
-            *as_root, *options]
+    return [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={root}",
+            f"--FileContentsManager.preferred_dir={root / 'notebooks'}", *as_root, *options]
 
 
 def main() -> None:

@@ -115,14 +115,15 @@ def answered(dataset: Dataset, talks: list[Talk], answerer: Answerer, language: 
         first = [ask for talk in talks if (ask := work.next(talk))]
         expected = sum(1 + len(talk.prompt.later) for talk in talks if not talk.over)
         now = answerer.endpoint.answer(first, sampling, work.done, what=numbered(dataset.name, part), expected=expected)
-    rows = [row for talk in talks for row in records(talk, language.tokenizer, part, work.facts(talk))]
-    complete = not work.lost and not now.stopped
-    if not rows and complete:
+    complete, some = not work.lost and not now.stopped, any(talk.rows for talk in talks)
+    if complete and not some:
         raise UserError(f"synthesis {dataset.name}: no answer was usable ({dict(work.counts)}); "
                         "change its prompts or its temperature")
-    report = summary(dataset, rows, work, now, complete, mark)
-    if rows and (complete or not older):
-        write(rows, file_of(out_dir, dataset.name, part))
+    rows = (row for talk in talks for row in records(talk, language.tokenizer, part, work.facts(talk)))
+    stays = not some or (older and not complete)
+    sizes = sizes_of(rows) if stays else write(rows, file_of(out_dir, dataset.name, part))
+    report = summary(dataset, sizes, work, complete, mark)
+    if not stays:
         report["xxh3"] = xxh3_file(file_of(out_dir, dataset.name, part))
         write_json(report_of(out_dir, dataset.name, part), report)
     if answerer.here:
@@ -230,19 +231,27 @@ def alone(path: Path):
     return only_one(lock, wait=False, busy=f"{shown(path)} is being made by another run; wait for it")
 
 
-def write(rows: list[dict], path: Path) -> None:
-    """The part's file: the same bytes for the same rows."""
+def write(rows, path: Path) -> dict:
+    """The part's file, the same bytes for the same rows; their sizes."""
     with atomic_write(path, "wb") as handle, gzip.GzipFile("", "wb", 9, handle, mtime=0) as packed:
-        for row in rows:
+        def written(row: dict) -> dict:
             packed.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+            return row
+        return sizes_of(map(written, rows))
 
 
-def summary(dataset: Dataset, rows: list[dict], work: Work, now: Counts, complete: bool, mark: str) -> dict:
+def sizes_of(rows) -> dict:
+    """Sums over rows, one at a time: records, tokens, supervised ones, and rows that end where their answer was cut."""
+    sizes = {"records": 0, "tokens": 0, "supervised": 0, "cut_at_limit": 0}
+    for row in rows:
+        added = (1, len(row["input_ids"]), sum(row["loss_mask"]), row["finish"] == "length")
+        sizes = {name: size + more for (name, size), more in zip(sizes.items(), added, strict=True)}
+    return sizes
+
+
+def summary(dataset: Dataset, sizes: dict, work: Work, complete: bool, mark: str) -> dict:
     """The part's report, without its file's hash. What an endpoint or a fault adds stands after the plain figures."""
-    finishes = Counter(row["finish"] for row in rows)
-    report = {"prompts": len(work.talks), "records": len(rows), "tokens": sum(len(row["input_ids"]) for row in rows),
-              "supervised": sum(sum(row["loss_mask"]) for row in rows), "cut_at_limit": finishes["length"],
-              "answers": dict(sorted(work.counts.items())), "fingerprint": mark}
+    report = {"prompts": len(work.talks), **sizes, "answers": dict(sorted(work.counts.items())), "fingerprint": mark}
     ended = Counter(talk.why for talk in work.talks.values() if talk.why)
     more = {"limit": dataset.limit, "left_out": dataset.left_out, "ended_early": dict(sorted(ended.items()))}
     if not work.answerer.here:

@@ -25,28 +25,27 @@ KEPT = ("message", "ids", "prompt_tokens", "completion_tokens", "cost", "model",
 
 
 class Journal:
-    """`known`: answers by (id, turn, attempt[, fingerprint of what was asked]). `spent`: what all of its lines cost."""
+    """`known`: answers of earlier starts by (id, turn, attempt[, fingerprint of what was asked]), until they are found.
+    `spent`: what all of its lines cost."""
 
     def __init__(self, handle, known: dict, spent: Spent, asked):
         self.handle, self.known, self.spent, self.asked = handle, known, spent, asked
 
     def find(self, ask: Ask) -> Answer | None:
-        """The answer that is known, under this ask's key."""
-        found = self.known.get((*ask.key, *self.asked(ask)))
+        """The answer that is known, under this ask's key; it is asked for once, and then not held any longer."""
+        found = self.known.pop((*ask.key, *self.asked(ask)), None)
         return replace(found, key=ask.key) if found else None
 
     def note(self, ask: Ask, answer: Answer) -> None:
         """Keep it: durably once this returns. What failed in passing is only counted, where it cost anything."""
-        key, stands = (*ask.key, *self.asked(ask)), lasts(answer)
-        if not stands and answer.spent == Spent():
+        if not lasts(answer) and answer.spent == Spent():
             return
+        key = (*ask.key, *self.asked(ask))
         value = list(answer.ids) if len(key) == 3 else packed(answer)
         self.handle.write(json.dumps([*key, value], ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
         self.handle.flush()
         os.fsync(self.handle.fileno())
         self.spent += answer.spent
-        if stands:
-            self.known[key] = answer
 
 
 def lasts(answer: Answer) -> bool:

@@ -10,8 +10,9 @@ later turn is then no continuation of what it wrote at an earlier one, and a tal
 turns as the later prompt has them, not supervised, and the new answer, supervised.
 """
 
+from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -43,10 +44,11 @@ class Language:
 
 @dataclass(frozen=True)
 class Row:
-    """A record so far. `own`: the places in `messages` of the answers that are supervised in it."""
+    """A record so far. `own`: the places in `messages` of the answers that are supervised in it. Of a talk that goes on
+    or waits to be written, ids and mask are packed: there may be a hundred million."""
 
-    ids: list[int]
-    mask: list[int]
+    ids: list[int] | array
+    mask: list[int] | bytes
     messages: list[dict]
     own: frozenset[int]
     finish: str  # "stop", "length" or "tool_calls" of the last answer
@@ -115,7 +117,7 @@ def follow(talk: Talk, said: dict | None, tokenizer) -> None:
     Tools' results belong to the calls of the answer before, one each, and take over their ids. In an answer of ids a
     call is text to us, and whether the result fits is the prompt's affair.
     """
-    talk.turn, talk.attempt = talk.turn + 1, 0
+    talk.turn, talk.attempt, talk.asked = talk.turn + 1, 0, []
     if talk.over or talk.turn > len(talk.prompt.later):
         talk.over = True
         return
@@ -158,9 +160,9 @@ def take(talk: Talk, answer: Answer, language: Language, counts: Counter) -> Non
     counts[found.finish] += 1
     if note:
         counts[note] += 1
-    if talk.rows and found.ids[:len(talk.rows[-1].ids)] == talk.rows[-1].ids:
+    if talk.rows and goes_on(found.ids, talk.rows[-1]):
         talk.rows.pop()
-    talk.rows.append(found)
+    talk.rows.append(replace(found, ids=array("i", found.ids), mask=bytes(found.mask)))
     talk.messages, talk.said = found.messages, [*talk.said, answer.message or found.messages[-1]]
     talk.over = found.finish == "length"
     follow(talk, answer.message, language.tokenizer)
@@ -227,11 +229,14 @@ def row_of_message(talk: Talk, answer: Answer, language: Language) -> tuple[Row 
 
 def extended(talk: Talk, ids: list[int], start: int, message: dict, finish: str) -> Row:
     """The talk's last row with this answer (ids[start:]), or where `ids` do not go on with it, a row of its own."""
-    last = talk.rows[-1] if talk.rows else Row([], [], [], frozenset(), "")
-    if ids[:len(last.ids)] != last.ids:
-        last = Row([], [], [], frozenset(), "")
-    mask = last.mask + [0] * (start - len(last.mask)) + [1] * (len(ids) - start)
+    last = talk.rows[-1] if talk.rows and goes_on(ids, talk.rows[-1]) else Row([], [], [], frozenset(), "")
+    mask = [*last.mask, *[0] * (start - len(last.mask)), *[1] * (len(ids) - start)]
     return Row(ids, mask, [*talk.messages, message], last.own | {len(talk.messages)}, finish)
+
+
+def goes_on(ids: list[int], row: Row) -> bool:
+    """Whether `ids` begin with the row's."""
+    return ids[:len(row.ids)] == list(row.ids)
 
 
 # ---------------------------------------------------------------------------------------------------- judging
@@ -316,13 +321,13 @@ def as_record(talk: Talk, row: Row, number: int, tokenizer, part: int, facts: di
     those before the answer); any other equals its messages' rendering, to the line break at the end."""
     name = f"{talk.prompt.id}#{number + 1}" if number else talk.prompt.id
     tools = list(talk.prompt.tools)
-    record = {"id": numbered(name, part), "input_ids": row.ids, "loss_mask": row.mask, "finish": row.finish}
+    ids, mask = list(row.ids), list(row.mask)
+    record = {"id": numbered(name, part), "input_ids": ids, "loss_mask": mask, "finish": row.finish}
     if row.finish != "length":
         record["messages"] = row.messages
         whole = encode(tokenizer, render(tokenizer, row.messages, tools=tools or None))
-        if whole[:len(row.ids)] == row.ids:
-            record["input_ids"] = whole
-            record["loss_mask"] = row.mask + [0] * (len(whole) - len(row.ids))
+        if whole[:len(ids)] == ids:
+            record |= {"input_ids": whole, "loss_mask": mask + [0] * (len(whole) - len(ids))}
     elif facts is not None:
         record["prompt"] = row.messages[:-1]
     if tools:

@@ -39,7 +39,7 @@ FLAGS = {  # what stands in for programs that are not here may be given: each wo
     "sbatch": (r"[\w-]+\.sbatch",),
     "scontrol": ("show", "hostnames", r"node\[0-1\]", "requeue", "7"),
     "squeue": ("--me",),
-    "ssh": ("gpu-box", r"[\s\S]+"),
+    "ssh": ("gpu-box", "-N", "-L", "8888:localhost:8888", r"[^-][\s\S]+"),
     "srun": (r"--[\w-]+(=[\w-]+)?", r"[\s\S]+"),
     "nohup": (r"\.venv/bin/eagle3nb", r"[\w./-]+"),
 }

@@ -27,7 +27,7 @@ printf '\\x1e' >> {log}
 ACTIONS = {
     "nohup": 'exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then printf "node0\\nnode1\\n"; fi',
-    "ssh": 'cd "$HOME"; shift; exec {bash} -euc "$*"',
+    "ssh": 'if [ "$1" = -N ]; then exit; fi; cd "$HOME"; shift; exec {bash} -euc "$*"',  # -N: a tunnel alone
     "srun": """nodes=$SLURM_JOB_NUM_NODES
 while [ "${{1#-}}" != "$1" ]; do case "$1" in --nodes=*) nodes=${{1#*=}};; esac; shift; done
 for ((i = 0; i < nodes; i++)); do SLURM_PROCID=$i "$@" || exit; done""",

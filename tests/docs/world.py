@@ -27,7 +27,9 @@ printf '\\x1e' >> {log}
 ACTIONS = {
     "nohup": 'exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then printf "node0\\nnode1\\n"; fi',
-    "ssh": 'if [ "$1" = -N ]; then exit; fi; cd "$HOME"; shift; exec {bash} -euc "$*"',  # -N: a tunnel alone
+    "ssh": """if [ "$1" = -N ]; then exit; fi  # a tunnel alone
+cd "$HOME"; shift; exec {bash} -euc "$*
+wait\"""",
     "srun": """nodes=$SLURM_JOB_NUM_NODES
 while [ "${{1#-}}" != "$1" ]; do case "$1" in --nodes=*) nodes=${{1#*=}};; esac; shift; done
 for ((i = 0; i < nodes; i++)); do SLURM_PROCID=$i "$@" || exit; done""",
@@ -147,7 +149,8 @@ class World:
         self.log.write_text("")
         environment = {"PATH": str(self.folder / "bin"), "HOME": str(self.folder / "home"), "LC_ALL": "C.UTF-8",
                        "BASH_ENV": str(self.folder / "environment")}
-        done = subprocess.run([self.bash, "-euc", self.placed(block.text)], cwd=self.project, env=environment,
+        text = self.placed(block.text) + "wait\n"  # for what it left in the background
+        done = subprocess.run([self.bash, "-euc", text], cwd=self.project, env=environment,
                               capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{block.where}: bash ends with {done.returncode}: {done.stderr}"
         listed = []

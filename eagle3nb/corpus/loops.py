@@ -4,7 +4,7 @@ import numpy as np
 
 from eagle3nb.corpus.ngrams import ngram_hashes, whole_ngrams
 
-GRAM, LEAST = 8, 24  # tokens of an n-gram, and of a circle at an answer's end; as in synthesis.answers.looping
+GRAM, LEAST = 8, 24  # tokens of an n-gram, and of a circle at an answer's end; as in synthesis.talks.looping
 INNER = 96  # tokens of a circle inside: twenty zeros of a list are none
 MOSTLY = 0.8  # of a run's 8-grams from itself: files of settings come to 0.75
 PLACES = np.uint64((1 << 24) - 1)  # bits of an n-gram's key that tell its place in its run
@@ -18,7 +18,7 @@ def ends_in_circles(ids) -> bool:
     length, at worst; `loops` is for many rows.
     """
     ids = np.asarray(ids)
-    for period in range(1, len(ids) // 2 + 1):
+    for period in 1 + np.flatnonzero(ids[::-1][1:len(ids) // 2 + 1] == ids[-1:]):  # else the last token itself is new
         differs = np.flatnonzero(ids[period:] != ids[:-period])
         tail = len(ids) - (int(differs[-1]) + 1 if len(differs) else 0)  # includes the first block
         if tail >= max(2 * period, LEAST):

@@ -209,8 +209,8 @@ def row_of_message(talk: Talk, answer: Answer, language: Language) -> tuple[Row 
         return None, "cut in its call", ""
     if any(arguments_of(call) is None for call in said.get("tool_calls") or ()):
         return None, "call is no JSON", ""
-    texts = encode(tokenizer, f"{said.get('content') or ''}{said.get('reasoning_content') or ''}")
-    if foreign(texts, language):
+    texts = f"{said.get('content') or ''}{said.get('reasoning_content') or ''}"
+    if any(mark in texts for mark in tokenizer.convert_ids_to_tokens(sorted(foreign(language)))):
         return None, "special token", ""
     end = tokenizer.decode([language.markers.end_of_turn])
     found = spoken(talk.messages, said, cut, list(talk.prompt.tools) or None, tokenizer, language.spelling, end)
@@ -246,14 +246,14 @@ def fault_of(body: list[int], language: Language) -> str:
     """Why an answer's tokens (without the end of turn) make no record; empty if they do."""
     if len(body) < 2:
         return "empty"
-    if foreign(body, language):
+    if not foreign(language).isdisjoint(body):
         return "special token"
     return "looping" if looping(body) else ""
 
 
-def foreign(body: list[int], language: Language) -> bool:
-    """Whether there is a special token that no answer holds."""
-    return bool(set(body) & (set(language.markers.special_ids) - language.free))
+def foreign(language: Language) -> set[int]:
+    """Special tokens that no answer holds."""
+    return set(language.markers.special_ids) - language.free
 
 
 def looping(ids) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3nb.corpus.loops import GRAM, INNER, LEAST, MOSTLY, loops
-from eagle3nb.synthesis.answers import looping
+from eagle3nb.synthesis.talks import looping
 
 DEMO = Path(__file__).parents[2] / "data" / "demo"
 END = 4

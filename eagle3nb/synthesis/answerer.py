@@ -7,7 +7,7 @@ that gives its model another name is told by the parameter `on_policy`.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from eagle3nb.errors import UserError
@@ -27,6 +27,7 @@ class Answerer:
     """`endpoint` has `answer` and `close`. `model`: its name in every record; "" of the target itself, here.
 
     `exact`: answers come as ids. `room`: tokens that a prompt and its answer may have together; 0: the endpoint knows.
+    `extra`: further fields of each request, on which its answer depends.
     """
 
     endpoint: object
@@ -35,6 +36,7 @@ class Answerer:
     exact: bool
     room: int = 0
     found: dict | None = None  # what the server told of itself
+    extra: dict = field(default_factory=dict)
 
     @property
     def here(self) -> bool:
@@ -81,12 +83,13 @@ class TargetHere:
 
 
 def connect(folder: Path, *, engine: str = "transformers", endpoint: str = "", api: str = "openai", model: str = "",
-            key_variable: str = "OPENAI_API_KEY", on_policy: bool | None = None, concurrency: int = 16,
-            timeout_s: float = 600.0, retries: int = 5, prices: dict | None = None, budget: Budget | None = None,
-            tokenizer=None) -> Answerer:
+            key_variable: str = "OPENAI_API_KEY", extra: dict | None = None, on_policy: bool | None = None,
+            concurrency: int = 16, timeout_s: float = 600.0, retries: int = 5, prices: dict | None = None,
+            budget: Budget | None = None, tokenizer=None) -> Answerer:
     """The Answerer: the target in `folder` by `engine`, or the server at `endpoint`, which is asked what it serves.
 
-    tokenizer: counts prompts' tokens for the budget. UserError where the server does not answer, or not as `api` says.
+    extra: further fields of a chat request. tokenizer: counts prompts' tokens for the budget. UserError where the
+    server does not answer, or not as `api` says.
     """
     if not endpoint:
         if engine not in ("transformers", "sglang"):
@@ -94,11 +97,14 @@ def connect(folder: Path, *, engine: str = "transformers", endpoint: str = "", a
         return Answerer(TargetHere(folder, engine), "", True, True, facts_of(folder).max_positions)
     if api not in ("openai", "sglang"):
         raise UserError(f"api {api!r} is unknown; choose openai (a chat API) or sglang (its own /generate)")
+    if extra and api != "openai":
+        raise UserError("extra is for api openai; leave it empty")
     options = {"key_variable": key_variable, "concurrency": concurrency, "timeout_s": timeout_s, "retries": retries,
                "prices": prices, "budget": budget}
     if tokenizer is not None:
         options["count_tokens"] = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    made = SGLangEndpoint(endpoint, **options) if api == "sglang" else OpenAIEndpoint(endpoint, model, **options)
+    made = SGLangEndpoint(endpoint, **options) if api == "sglang" else OpenAIEndpoint(
+        endpoint, model, extra=extra, **options)
     found = made.check()
     served = [name for name in (found.get("root"), found["model"]) if name]
     if model and api == "sglang" and last(model) not in map(last, served):
@@ -106,7 +112,7 @@ def connect(folder: Path, *, engine: str = "transformers", endpoint: str = "", a
                         "empty, or start it with that model")
     ours = last(str(folder)) in map(last, served)
     return Answerer(made, model_name(found["model"]), ours if on_policy is None else on_policy, api == "sglang",
-                    found=found)
+                    found=found, extra=dict(extra or {}))
 
 
 def last(name: str) -> str:

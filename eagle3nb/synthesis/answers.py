@@ -109,7 +109,7 @@ def answered(dataset: Dataset, talks: list[Talk], answerer: Answerer, language: 
     """Ask, judge, write. An incomplete part never takes the place of a whole one (`older`)."""
     sampling = Sampling(dataset.max_new_tokens, dataset.temperature, dataset.top_p, language.eos)
     path = journal_of(out_dir, dataset.name, part, answerer.here)
-    kept = {"mark": mark} if answerer.here else {"asked": print_of(answerer.model, sampling)}
+    kept = {"mark": mark} if answerer.here else {"asked": print_of(answerer.model, answerer.extra, sampling)}
     with opened(path, **kept) as journal:
         work = Work(talks, answerer, language, seed, sampling, journal)
         first = [ask for talk in talks if (ask := work.next(talk))]
@@ -206,7 +206,7 @@ def fingerprint(dataset: Dataset, talks: list[Talk], seed: int, identity: dict, 
         parts = [FORMAT, prompts, sampling, identity["config"], identity["weights"]]
     else:
         tools = [talk.prompt.tools for talk in talks]
-        parts = [FORMAT, prompts, sampling, tools, answerer.model, answerer.exact, answerer.on_policy]
+        parts = [FORMAT, prompts, sampling, tools, answerer.model, answerer.exact, answerer.on_policy, answerer.extra]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 

@@ -66,11 +66,11 @@ def unpacked(key: tuple, value) -> Answer:
     return Answer(key, **fields)
 
 
-def print_of(model: str, sampling: Sampling):
+def print_of(model: str, extra: dict, sampling: Sampling):
     """Ask → (fingerprint of all that its answer depends on,)."""
     def asked(ask: Ask) -> tuple[str]:
-        parts = [model, sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.stop_ids, ask.seed,
-                 (ask.messages, ask.tools) if ask.messages else ask.input_ids]
+        drawn = [sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.stop_ids, ask.seed]
+        parts = [model, extra, drawn, (ask.messages, ask.tools) if ask.messages else ask.input_ids]
         return (xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode()),)
     return asked
 

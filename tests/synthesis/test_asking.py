@@ -176,6 +176,17 @@ def test_whatever_the_server_does_every_ask_is_accounted_for(seed):
         sum(b > a for a, b in zip([0, *row["loss_mask"]], row["loss_mask"], strict=False)) for row in rows(out))
 
 
+def test_further_fields_go_into_the_request_and_into_what_an_answer_depends_on(tmp_path):
+    language = language_of(asking.tokenizer_of(asking.TOOLS), (END,))
+    with server() as up:
+        for extra in ({}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            who = connect(tmp_path / "t", endpoint=up.url + "/v1", key_variable="", extra=extra)
+            assert make(dataset({"a": ["Aa?"]}), who, language, tmp_path / "out", 1, {}).state == "made"
+        assert ["chat_template_kwargs" in seen.body for seen in up.seen] == [False, True]
+        with pytest.raises(UserError, match="extra is for api openai"):
+            connect(tmp_path / "t", endpoint=up.url, api="sglang", key_variable="", extra=extra)
+
+
 def test_a_server_that_refuses_the_key_ends_it_in_one_line_and_loses_nothing(whole):
     with server({seed_of(1, ASKS[3]): ["http 401"]}) as up:
         with pytest.raises(UserError, match="http 401"):

@@ -27,6 +27,7 @@ table.list caption { text-align: left; padding-bottom: .5rem; }
 table.list th, table.list td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0;
   border-bottom: 1px solid rgba(128,128,128,.35); overflow-wrap: break-word; }
 table.list thead th { vertical-align: bottom; }
+table.list td.settings { overflow-wrap: anywhere; min-width: 9rem; }
 table.list .number { text-align: right; } table.list td.number { white-space: nowrap; }
 th button { font: inherit; font-weight: 600; color: inherit; background: none; border: 0; padding: .2rem 0;
   cursor: pointer; text-align: inherit; }
@@ -163,7 +164,7 @@ def row(run: Run, normal: dict, heads) -> str:
              ("" if length is None else length["tau"], runs.length(length), "number"),
              ("" if tokens is None else tokens, tables.number(tokens), "number"),
              (spent or "", tables.span(spent) if spent else "–", "number"),
-             (settings_key(run, normal), settings(run, normal), "")]
+             (settings_key(run, normal), settings(run, normal), "settings")]
     text = "".join(f'<td role="cell" class="{kind}{"" if key != "" else " none"}" data-label="{escape(label)}" '
                    f'data-key="{escape(str(key))}">{html}</td>'
                    for (key, html, kind), (label, _) in zip(cells, heads[1:], strict=True))
@@ -182,7 +183,7 @@ def verdict(run: Run) -> str:
 
 def settings(run: Run, normal: dict, most: int = 5) -> str:
     """Its profile, and what differs from it; beyond `most` they fold."""
-    changed = [f"{escape(k)}&nbsp;{escape(short(v))}" for k, v in runs.changed(run, normal).items()]
+    changed = [f"{escape(k)} {escape(short(v))}" for k, v in runs.changed(run, normal).items()]
     text = escape(", ".join(profiles(run))) + (": " + ", ".join(changed[:most]) if changed else "")
     if len(changed) > most:
         text += f"<details><summary>and {len(changed) - most} more</summary>{', '.join(changed[most:])}</details>"

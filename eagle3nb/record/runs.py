@@ -208,9 +208,10 @@ def commits(run: Run) -> list[str]:
 
 
 def data(run: Run) -> dict:
-    """{"root", "records", "tokens", "sources": [{name, records, tokens, supervised}], "left out"} of the merge, or of
-    the audit's forecast; None, [] and "" for what is not told."""
-    merged = at(run.twins.get("merge"), "result.merge", dict) or at(run.twins.get("audit"), "result.forecast", dict)
+    """{"root", "records", "tokens", "sources": [{name, records, tokens, supervised}], "left out"} of the merge, else of
+    the audit's forecast, else what synthesis made; None, [] and "" for what is not told."""
+    places = (("merge", "result.merge"), ("audit", "result.forecast"), ("synthesis", "result"))
+    merged = next(filter(None, (at(run.twins.get(stage), place, dict) for stage, place in places)), None)
     sources = [row for row in at(merged, "sources", list) or [] if at(row, "name", str)]
     out = at(merged, "exclude", list) or at(run.latest, "parameters.exclude", list) or []
     return {"root": at(run.latest, "parameters.data_root", str) or "", "records": at(merged, "records", int),

@@ -19,7 +19,8 @@ def root(tmp_path, monkeypatch):
     """Five runs that differ in all that is sorted by; one is half, one failed with a long error, one a specimen."""
     monkeypatch.chdir(tmp_path)
     made_runs.project(tmp_path)
-    made_runs.make(tmp_path, "wide", day=4, seed=1, learning_rate=0.001, target="models/" + "long-name-" * 6)
+    made_runs.make(tmp_path, "wide", day=4, seed=1, learning_rate=0.001, target="models/" + "long-name-" * 6,
+                   base_model="owner/" + "n" * 40, prompts=["data/" + "p" * 40], rendezvous="h" * 40)
     made_runs.make(tmp_path, "alpha", day=2, seed=2, limit=7, epochs=9, clip=2.0, ttt_steps=5, bootstrap=9, steps_max=4)
     made_runs.make(tmp_path, "half", day=6, stages=("audit",))
     folder = made_runs.make(tmp_path, "failed-run-with-a-name-that-is-rather-long", day=5, seed=3)

@@ -4,7 +4,7 @@ from eagle3nb.corpus.audit import RULES, THEME, Finding
 from eagle3nb.corpus.survey import Survey
 
 SHADES = {"red": "#d0312d", "amber": "#f0a500", "info": "#9ecae9", "": "#f2f2f2"}
-INK = {"red": "white", "amber": "black", "info": "black", "": "#999999"}
+INK = {"red": "white", "amber": "black", "info": "black", "": "#666666"}
 
 
 def draw(ax, found: Survey, listed: list[Finding], theme: str) -> str:
@@ -26,6 +26,13 @@ def draw(ax, found: Survey, listed: list[Finding], theme: str) -> str:
     ax.grid(False)
     ax.tick_params(length=0)
     return sentence(list(cells.values()), theme)
+
+
+def clean(listed: list[Finding], theme: str) -> str:
+    """A sentence where no finding is of this theme, which needs no picture; "" otherwise."""
+    if any(finding.theme == theme for finding in listed):
+        return ""
+    return f"{sentence([], theme)[:-1]}: {', '.join(rule for rule in RULES if THEME[rule] == theme)}."
 
 
 def sentence(of_theme: list[Finding], theme: str) -> str:

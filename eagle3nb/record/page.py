@@ -17,6 +17,7 @@ from eagle3nb.record.declared import source_of, stem
 
 LIMIT = 1_900_000  # bytes of a page: mail and chat take it, and a telephone opens it
 FOLDED = ("Parameters", "Provenance", "Inputs", "Outputs")  # captions of tables that few readers want first
+MANY = 12  # columns that paper holds without breaking words
 SHOWN = 8  # set parameters that are named while the table is folded
 # Nothing in a record may run or load, whatever rows of data are shown in it.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -40,6 +41,7 @@ main > table:not(.list) {{ display: block; max-width: 100%; overflow-x: auto; }}
 .wide {{ overflow-x: auto; margin: .75rem 0; font-size: .9rem; }}
 .wide caption > span {{ display: inline-block; position: sticky; left: 0;
   max-width: min(58rem, calc(100vw - 2.5rem)); }}
+@media screen and (max-width: 44rem) {{ .wide td[style*="min-width"] {{ min-width: 24em !important; }} }}
 figure {{ margin: 1rem 0; }} img, svg {{ max-width: 100%; height: auto; vertical-align: middle; }}
 @media (prefers-color-scheme: dark) {{ figure {{ background: #fff; border-radius: 8px; padding: .6rem;
   width: fit-content; max-width: 100%; box-sizing: border-box; }} }}
@@ -50,15 +52,15 @@ pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: .75rem 0; }}
 details {{ margin: .5rem 0; }} summary {{ cursor: pointer; overflow-wrap: anywhere; }}
 details > ol {{ margin: .25rem 0; line-height: 1.9; }}
 @media print {{
-  @page {{ margin: 12mm; }}
+  @page {{ margin: 12mm; }} * {{ print-color-adjust: exact; }}
   nav, .contents {{ display: none; }} body {{ max-width: none; margin: 0; padding: 0; font-size: 10pt; }}
   a {{ text-decoration: none; }} details::details-content {{ content-visibility: visible; display: block; }}
-  h1, h2, h3, summary, caption {{ break-after: avoid; }}
-  figure, img, svg, tr, pre, [role=status] {{ break-inside: avoid; }}
+  h1, h2, h3, summary, caption, p:has(+ figure, + .wide) {{ break-after: avoid; }}
+  figure, img, svg, tr, pre, [role=status] {{ break-inside: avoid; }} p, li {{ orphans: 3; widows: 3; }}
   .wide, main > table {{ overflow: visible; font-size: 7.5pt; }} thead {{ display: table-header-group; }}
-  .wide th, .wide td {{ min-width: 0 !important; padding-right: 6px !important; overflow-wrap: anywhere; }}
-  figure {{ background: none; padding: 0; }} figure img {{ max-height: 240mm; width: auto; }}
-  p, li {{ orphans: 3; widows: 3; }}
+  .wide th, .wide td {{ min-width: 0 !important; padding-right: 6px !important; overflow-wrap: break-word; }}
+  .wide td[style*="min-width"], .many th, .many td {{ overflow-wrap: anywhere; }}
+  figure {{ background: none; padding: 0; }} figure img {{ max-width: 150mm; max-height: 220mm; width: auto; }}
 }}
 </style></head><body><nav aria-label="records">{links}</nav><main>{body}</main></body></html>
 """
@@ -107,9 +109,11 @@ def prose(source: str) -> str:
 
 
 def merged(outputs: list[dict]) -> list[dict]:
-    """The outputs, neighbouring texts of one stream as one."""
+    """The outputs, neighbouring texts of one stream as one; without the verdict, which stands on top."""
     found = []
     for output in outputs:
+        if output.get("metadata", {}).get("eagle3nb", {}).get("role") == "verdict":
+            continue
         if output["output_type"] == "stream":
             text = "".join(output["text"])
             if found and found[-1].get("name") == output["name"]:
@@ -165,12 +169,13 @@ def framed(html: str) -> str:
 
 
 def strip(table: str) -> str:
+    """The table in a strip, which a reader can scroll by keyboard too; `many` columns are broken anywhere on paper."""
     caption = re.search(r"<caption\b[^>]*>(.*?)</caption>", table, re.DOTALL)
-    if not caption:
-        return f'<div class="wide" role="group" aria-label="table" tabindex="0">{table}</div>'
-    name = caption[1]
-    table = table[:caption.start(1)] + f"<span>{name}</span>" + table[caption.end(1):]
-    table = f'<div class="wide" role="group" aria-label="{name}" tabindex="0">{table}</div>'
+    name = caption[1] if caption else "table"
+    kind = "wide many" if table.count("<th") > MANY else "wide"
+    if caption:
+        table = table[:caption.start(1)] + f"<span>{name}</span>" + table[caption.end(1):]
+    table = f'<div class="{kind}" role="group" aria-label="{name}" tabindex="0">{table}</div>'
     return f"<details><summary>{summary(name, table)}</summary>{table}</details>" if name in FOLDED else table
 
 

@@ -16,12 +16,12 @@ WORDS = {
     "tau": "acceptance length", "low": "95 % from", "high": "95 % to", "steps": "drafted tokens",
     "delivered_per_verify": "delivered a verify", "walk_tau": "acceptance length of the walk",
     "walk_verifies": "verifies of the walk", "walk_accepted": "accepted by the walk", "past_end": "tokens past the end",
-    "where": "first difference", "arch": "architecture", "gpus": "GPUs", "gpu_hours": "GPU hours", "topk": "top-k",
+    "arch": "architecture", "gpus": "GPUs", "gpu_hours": "GPU hours", "topk": "top-k",
     "hungriest": "hungriest kernel", "shared_kb": "shared memory (KB)", "limit_kb": "limit (KB)",
     "spilled": "spilled (bytes a thread)", "load_s": "loading (s)", "speedup": "speed-up", "batch": "sequences at once",
     "speedup_predicted": "speed-up, predicted", "speedup_measured": "speed-up, measured",
     "markers_agree": "template's markers agree", "markers_disagree": "template's markers disagree"}
-# Shares, 0 … 1 in the data. Beside another column a name may mean a share, or another one.
+# Shares, 0 … 1 in the data.
 SHARES = {
     "share": "share (%)", "conditional": "accepted of those reached (%)", "joint": "accepted of all verifies (%)",
     "first_share": "first drafts accepted (%)", "hit_share": "accepted where it stood (%)",
@@ -29,9 +29,11 @@ SHARES = {
     "on-policy share": "on-policy share (%)", "argmax share": "argmax share (%)",
     "share within top 0.9": "share within top 0.9 (%)", "expected at least": "expected at least (%)",
     **{f"accuracy {k}": f"accuracy {k} (%)" for k in range(1, 17)}}
-BESIDE = {("share", "reached"): "accepted of those reached (%)", ("share", "breaks"): "of all breaks (%)",
-          ("low", "share"): "95 % from (%)", ("high", "share"): "95 % to (%)",
-          ("difference", "measured"): "predicted too high by (%)"}
+# (words, is it a share) of a name beside another one.
+BESIDE = {
+    ("share", "reached"): ("accepted of those reached (%)", True), ("share", "breaks"): ("of all breaks (%)", True),
+    ("low", "share"): ("95 % from (%)", True), ("high", "share"): ("95 % to (%)", True),
+    ("difference", "measured"): ("predicted too high by (%)", True), ("where", "margin"): ("first difference", False)}
 UNITS = {"_per_s": "/s", "_s": " (s)", "_kb": " (KB)", "_gb": " (GB)", "_bytes": " (bytes)"}
 
 
@@ -39,7 +41,7 @@ def heading(column: str, columns=()) -> tuple[str, bool]:
     """(the words a reader sees, whether values are shares to be shown as percent)."""
     for beside in columns:
         if (column, beside) in BESIDE:
-            return BESIDE[column, beside], True
+            return BESIDE[column, beside]
     if column in SHARES:
         return SHARES[column], True
     if column in WORDS:
@@ -104,7 +106,7 @@ def table(rows: list[dict], caption: str, strong=()) -> str:
     heads, texts = cells(rows)
     style = f"border-bottom:{LINE};padding:3px 12px 3px 0;vertical-align:top;text-align:"
     sides = ["left" if any(isinstance(row.get(c), (str, list, dict)) for row in rows) else "right" for c in columns]
-    wide = ["min-width:15em;" if any(len(line[i]) > LONG for line in texts) else "" for i in range(len(columns))]
+    wide = ["min-width:10em;" if any(len(line[i]) > LONG for line in texts) else "" for i in range(len(columns))]
     head = "".join(f'<th scope="col" style="{style}{side}">{escape(name)}</th>'
                    for name, side in zip(heads, sides, strict=True))
     body = ""

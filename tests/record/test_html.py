@@ -138,6 +138,8 @@ def test_tables_speak_words_and_percent():
     assert texts == [["3", "1.604", "1.536", "–", "734.1"]]
     assert tables.cells([{256: 1.5, "load_s": 2, "accuracy 2": 0.331, "share %": 12.0, "difference": 0.1}])[0] == [
         "256", "loading (s)", "accuracy 2 (%)", "share %", "difference"]
+    assert tables.cells([{"where": "host"}])[0] == ["where"]
+    assert tables.cells([{"where": "text at 3", "margin": 0.1}])[0] == ["first difference", "margin"]
     text = tables.table_text(rows, "By class")
     assert text.splitlines()[1].split("  ")[1].strip() == "first drafts accepted (%)" and "25.0" in text
 

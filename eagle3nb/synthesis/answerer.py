@@ -62,7 +62,7 @@ class TargetHere:
 
                 def take(index: int, ids, asks=asks, following=following, of_round=of_round) -> None:
                     ask = asks[index]
-                    answer = Answer(ask.key, "stop" if ids[-1] in sampling.stop_ids else "length", ids=tuple(ids),
+                    answer = Answer(ask.key, "stop" if ids[-1] in sampling.stop_ids else "length", ids=tuple(map(int, ids)),
                                     prompt_tokens=len(ask.input_ids), completion_tokens=len(ids))
                     counts.take(answer)
                     counts.seconds = time.perf_counter() - began

@@ -60,7 +60,7 @@ def plan(wanted: list[Dataset], parts: int, who: Answerer, language: Language, o
         row = {"dataset": dataset.name, "prompts from": dataset.origin, "prompts": len(prompts), "answers": sum(turns),
                "known": known, "prompt tokens": sum(opening), "longest answer": dataset.max_new_tokens,
                "temperature": dataset.temperature, "top_p": dataset.top_p, "tokens at most": most.tokens}
-        if prices:
+        if prices and not who.here:
             row["cost at most"] = (most.prompt_tokens * prices["prompt"]
                                    + most.completion_tokens * prices["completion"]) / 1e6
         rows.append(row)
@@ -159,7 +159,9 @@ def this_start(made: list[Part], budget: Budget) -> dict:
     now = sum((part.now for part in made), Counts())
     row = {"answers": now.succeeded, "generated tokens": now.completion_tokens, "seconds": round(now.seconds, 1),
            "tokens_per_s": round(now.tokens_per_s, 1), "tries repeated": sum(now.retries.values())}
-    return row | ({"spent in all": round(budget.spent.money, 4)} if budget.spent.money else {})
+    spent = budget.spent
+    row |= {"requests of all starts": spent.requests, "tokens of all starts": spent.tokens} if spent.requests else {}
+    return row | ({"cost of all starts": round(spent.money, 4)} if spent.money else {})
 
 
 def verdict(made: list[Part], who: Answerer) -> str:

@@ -95,4 +95,4 @@ def test_this_start_is_told_apart_from_those_before():
         assert seed_of(1, ("a", 0, 0)) in {seen.seed for seen in up.seen}
     row = overview.this_start([part], budget)
     assert row["answers"] == 5 and row["generated tokens"] == part.now.completion_tokens > 0
-    assert row["spent in all"] == 0.5 and budget.spent.requests == 8
+    assert row["cost of all starts"] == 0.5 and row["requests of all starts"] == budget.spent.requests == 8

@@ -61,8 +61,8 @@ class TargetHere:
                 following, of_round = [], counts.given + len(asks)
 
                 def take(index: int, ids, asks=asks, following=following, of_round=of_round) -> None:
-                    ask = asks[index]
-                    answer = Answer(ask.key, "stop" if ids[-1] in sampling.stop_ids else "length", ids=tuple(map(int, ids)),
+                    ask, ids = asks[index], tuple(map(int, ids))
+                    answer = Answer(ask.key, "stop" if ids[-1] in sampling.stop_ids else "length", ids=ids,
                                     prompt_tokens=len(ask.input_ids), completion_tokens=len(ids))
                     counts.take(answer)
                     counts.seconds = time.perf_counter() - began

@@ -56,7 +56,7 @@ details > ol {{ margin: .25rem 0; line-height: 1.9; }}
   nav, .contents {{ display: none; }} body {{ max-width: none; margin: 0; padding: 0; font-size: 10pt; }}
   a {{ text-decoration: none; }} details::details-content {{ content-visibility: visible; display: block; }}
   h1, h2, h3, summary, caption, p:has(+ figure, + .wide) {{ break-after: avoid; }}
-  figure, img, svg, tr, pre, [role=status] {{ break-inside: avoid; }} p, li {{ orphans: 3; widows: 3; }}
+  figure, img, svg, tr, pre, main > .wide, [role=status] {{ break-inside: avoid; }} p, li {{ orphans: 3; widows: 3; }}
   .wide, main > table {{ overflow: visible; font-size: 7.5pt; }} thead {{ display: table-header-group; }}
   .wide th, .wide td {{ min-width: 0 !important; padding-right: 6px !important; overflow-wrap: break-word; }}
   .wide td[style*="min-width"], .many th, .many td {{ overflow-wrap: anywhere; }}

@@ -387,31 +387,6 @@ def test_options_that_cannot_be(options, says):
         OpenAIEndpoint("http://127.0.0.1:1/v1", "m", **options)
 
 
-@pytest.mark.parametrize("text", [
-    "This model's maximum context length is 4097 tokens. However, you requested 5000 tokens",
-    "The input (400 tokens) is longer than the model's context length (300 tokens).",
-    "prompt is too long: 200001 tokens > 200000 maximum", '{"error": {"code": "context_length_exceeded"}}',
-    "The input token count (9) exceeds the maximum number of tokens allowed (8).",
-    "Requested token count exceeds the model's maximum context length of 300 tokens.", "Request too large",
-    "Please reduce the length of the input prompt: max_model_len is 300"])
-def test_prompts_that_are_too_long(text):
-    assert faults.of_status(400, text, {}, 0.0).reason == "longer than the context"
-
-
-@pytest.mark.parametrize("text", ["temperature is no number", "unknown model", "tool_choice wants tools", ""])
-def test_other_bad_requests(text):
-    found = faults.of_status(400, text, {}, 0.0)
-    assert (found.reason, found.again, found.fatal, found.alone) == ("http 400", False, False, False)
-
-
-def test_words_of_errors():
-    for text, words in ((" a\n b ", "a b"), ('{"error": {"message": "m", "type": "t"}}', "m"),
-                        ('{"message": "m"}', "m"), ('{"detail": "d"}', "d"), ('{"detail": [1]}', '{"detail": [1]}'),
-                        ("x" * 999, "x" * 200)):
-        assert faults.words(text) == words
-    assert str(faults.Fault("a", "b")) == "a (b)" and str(faults.Fault("a")) == "a"
-
-
 def test_the_client_is_imported_when_something_is_asked():
     """It takes seconds, which no other command should."""
     said = subprocess.run([sys.executable, "-c", "import sys, eagle3nb.synthesis.openai_endpoint, "

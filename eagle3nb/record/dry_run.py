@@ -10,7 +10,7 @@ from pathlib import Path
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown
 from eagle3nb.record import console
-from eagle3nb.record.declared import STAGES
+from eagle3nb.record.declared import USUAL
 from eagle3nb.record.params import Settings, declarations, load, profile_folder, read_yaml
 from eagle3nb.record.run import state_folder
 from eagle3nb.record.runs import held
@@ -24,7 +24,7 @@ NEEDS = {  # what a stage reads of earlier ones: folder of the run, file in it, 
 }
 
 
-def dry_run(profile: str, *, name: str = "", stages=STAGES, overrides=(), force: bool = False) -> int:
+def dry_run(profile: str, *, name: str = "", stages=USUAL, overrides=(), force: bool = False) -> int:
     """Prints the plan; returns 0, or 2 where a stage would be refused. UserError as `run` raises it."""
     settings = load(profile, stages, overrides, name)
     full = settings[stages[0]].full

@@ -8,6 +8,7 @@ attempt only. What stands there already, and is still right, is not made again.
 import gzip
 import json
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,13 +17,14 @@ import xxhash
 from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, project_root, read_json, shown, write_json, xxh3_file
 from eagle3nb.lock import only_one
+from eagle3nb.progress import progress
 from eagle3nb.states.target import target_identity
 from eagle3nb.synthesis.answerer import Answerer
 from eagle3nb.synthesis.budget import Spent
 from eagle3nb.synthesis.endpoint import GOOD, Answer, Ask, Counts, Sampling
 from eagle3nb.synthesis.journal import Journal, lasts, opened, print_of, spent_before
 from eagle3nb.synthesis.sources import Dataset
-from eagle3nb.synthesis.talks import ALONE, ATTEMPTS, DROPPED, Language, Talk, begin, numbered, records, take
+from eagle3nb.synthesis.talks import ALONE, ATTEMPTS, DROPPED, Language, Talk, begun, numbered, records, take
 
 FORMAT = 1  # raise it when the same recipe would give other rows
 SEED_STEP = 1_000_003  # between the attempts' seeds; prime, so that neighbouring seeds do not share samples
@@ -94,7 +96,7 @@ def make_all(datasets: list[Dataset], parts: int, answerer: Answerer, language: 
 def make(dataset: Dataset, answerer: Answerer, language: Language, out_dir: Path, seed: int, identity: dict,
          part: int = 0) -> Part:
     """One part: `out_dir/<name>/part-<part>.jsonl.gz`, and its report in `out_dir/<name>[.<part>].json`."""
-    talks = [begin(prompt, language.tokenizer) for prompt in dataset.prompts(seed)]
+    talks = begun(dataset.prompts(seed), language.tokenizer, numbered(dataset.name, part))
     mark = fingerprint(dataset, talks, seed, identity, answerer)
     older = stood(out_dir, dataset.name, part)
     if older and (older["fingerprint"] == mark or (dataset.limit and not older.get("limit"))):
@@ -112,8 +114,8 @@ def answered(dataset: Dataset, talks: list[Talk], answerer: Answerer, language: 
     kept = {"mark": mark} if answerer.here else {"asked": print_of(answerer.model, answerer.extra, sampling)}
     with opened(path, **kept) as journal:
         work = Work(talks, answerer, language, seed, sampling, journal)
-        first = [ask for talk in talks if (ask := work.next(talk))]
-        expected = sum(1 + len(talk.prompt.later) for talk in talks if not talk.over)
+        first = work.first()
+        expected = sum(1 + len(talk.prompt.later) - talk.turn for talk in talks if not talk.over)
         now = answerer.endpoint.answer(first, sampling, work.done, what=numbered(dataset.name, part), expected=expected)
     complete, some = not work.lost and not now.stopped, any(talk.rows for talk in talks)
     if complete and not some:
@@ -145,6 +147,18 @@ class Work:
         self.talks = {talk.prompt.id: talk for talk in talks}
         self.answerer, self.language, self.seed, self.sampling = answerer, language, seed, sampling
         self.journal, self.counts, self.asks, self.lost = journal, Counter(), Counter(), Counter()
+
+    def first(self) -> list[Ask]:
+        """What is to be asked first of each talk."""
+        known = len(self.journal.known)
+        with progress(known, "answers of earlier starts", "answers") if known else nullcontext() as bar:
+            found = []
+            for talk in self.talks.values():
+                before = self.asks["given"]
+                found.append(self.next(talk))
+                if bar:
+                    bar.advance(self.asks["given"] - before)
+        return [ask for ask in found if ask]
 
     def next(self, talk: Talk) -> Ask | None:
         """What is to be asked next of a talk, after all answers that are known; None: it is over."""

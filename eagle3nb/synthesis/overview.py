@@ -16,7 +16,7 @@ from eagle3nb.synthesis.budget import Budget, Spent
 from eagle3nb.synthesis.endpoint import GOOD, Counts
 from eagle3nb.synthesis.journal import known_in
 from eagle3nb.synthesis.sources import Dataset
-from eagle3nb.synthesis.talks import ALONE, DROPPED, Language, begin, runs
+from eagle3nb.synthesis.talks import ALONE, DROPPED, Language, begun, runs
 
 WORDS = {ALONE: ("an answer was kept", "the mask checked by the template's markers alone"),
          DROPPED: ("an answer was kept", "without its thought, for which the template has no place")}
@@ -49,7 +49,7 @@ def plan(wanted: list[Dataset], parts: int, who: Answerer, language: Language, o
         prompts = [prompt for part in range(parts) for prompt in dataset.prompts(seed + part)]
         known = sum(len(known_in(journal_of(out_dir, dataset.name, part, who.here))) for part in range(parts))
         turns = [1 + len(prompt.later) for prompt in prompts]
-        opening = [len(begin(prompt, language.tokenizer).asked) for prompt in prompts]
+        opening = [len(talk.asked) for talk in begun(prompts, language.tokenizer, dataset.name)]
         read = 0
         for prompt, tokens in zip(prompts, opening, strict=True):
             for block in ((), *prompt.later):  # a later turn reads all that came before it once more

@@ -20,6 +20,7 @@ import numpy as np
 from eagle3nb.corpus.loops import ends_in_circles
 from eagle3nb.corpus.masks import Markers, encode, find_markers, mask_from_markers, mask_from_prefixes, render
 from eagle3nb.corpus.template import THINKING
+from eagle3nb.progress import progress
 from eagle3nb.synthesis.endpoint import Answer
 from eagle3nb.synthesis.messages import REFUSES, Spelling, arguments_of, spelling_of, spoken
 from eagle3nb.synthesis.prompts import Prompt
@@ -27,6 +28,7 @@ from eagle3nb.synthesis.prompts import Prompt
 ATTEMPTS = 3  # samples of one answer before it is given up
 ALONE, DROPPED = "by markers alone", "thought dropped by the template"  # notes on answers that are kept
 FINAL = ("refused", "cut in its thought", "cut in its call", "longer than the context")  # others are sampled again
+MANY = 1000  # prompts
 LOOP_GRAM, LOOP_SHARE, LOOP_TAIL = 8, 0.35, 24
 
 
@@ -104,6 +106,18 @@ def begin(prompt: Prompt, tokenizer) -> Talk:
         return Talk(prompt, asked_ids(opening, prompt, tokenizer), opening, opening)
     except REFUSES:
         return Talk(prompt, [], opening, opening, over=True, why="template refuses")
+
+
+def begun(prompts: list[Prompt], tokenizer, what: str) -> list[Talk]:
+    """Talks that wait; thousands take seconds, and tell how far they are."""
+    if len(prompts) < MANY:
+        return [begin(prompt, tokenizer) for prompt in prompts]
+    talks = []
+    with progress(len(prompts), f"{what}: prompts", "prompts") as bar:
+        for prompt in prompts:
+            talks.append(begin(prompt, tokenizer))
+            bar.advance()
+    return talks
 
 
 def asked_ids(messages: list[dict], prompt: Prompt, tokenizer) -> list[int]:

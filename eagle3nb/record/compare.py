@@ -83,6 +83,8 @@ def warnings(found: list[Run]) -> list[str]:
     asked = {run.name: asked_of(run) for run in found if ended(run, "evaluation")}
     if len(set(asked.values())) > 1:
         said.append("Different prompts: " + "; ".join(f"{name}: {what}" for name, what in asked.items()) + ".")
+    if sum(map(bool, map(evaluated, found))) > 1 and common_steps(found) is None:
+        said.append("No number of drafted tokens was measured in all runs: no acceptance length to set side by side.")
     for run in found:
         for stage, loss in (("training", "no curve"), ("evaluation", "no acceptance length")):
             if not ended(run, stage):

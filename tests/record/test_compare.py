@@ -168,8 +168,15 @@ def test_the_headline_s_steps_are_those_that_all_have(root):
     assert found.warnings == ["Run c has no evaluation that ended well: no acceptance length of it."]
     page = compare_page.html(found)
     assert "Training" in page and "no acceptance length of it" in page
+    made_runs.make(root, "d", stages=("audit", "merge"))
+    found = compare.compare(["c", "d"])
+    assert found.steps is None and "Acceptance length</h2>" not in compare_page.html(found)
+    five = [row | {"steps": 5} for row in made_runs.prompt_counts(rng, steps_max=1)]
+    made_runs.make(root, "e", counts=five)
+    assert compare.compare(["b", "e"]).warnings[0].startswith("No number of drafted tokens was measured in all runs")
     shutil.rmtree(root / "outputs/b/work/drafter")
-    assert "No curve of b: drafter/metrics.jsonl is not here." in compare_page.html(found)
+    page = compare_page.html(compare.compare(["b", "c"]))
+    assert "No curve of b: drafter/metrics.jsonl is not here." in page
 
 
 def test_settings_that_differ(root):

@@ -61,7 +61,7 @@ def test_the_common_parameters_stand_in_every_notebook_alike():
 
     common = yaml.safe_load((ROOT / "params/demo/common.yml").read_text())
     declared = [inspect_notebook(str(path)) for path in NOTEBOOKS]
-    assert len(declared) == 5
+    assert len(declared) == 6
     for name in common:
         texts = {(notebook[name]["inferred_type_name"], notebook[name]["default"]) for notebook in declared}
         assert len(texts) == 1, f"{name} differs between the notebooks: {texts}"

@@ -151,7 +151,7 @@ class World:
                        "BASH_ENV": str(self.folder / "environment")}
         text = self.placed(block.text) + "wait\n"  # for what it left in the background
         done = subprocess.run([self.bash, "-euc", text], cwd=self.project, env=environment,
-                              capture_output=True, text=True, timeout=120)
+                              capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{block.where}: bash ends with {done.returncode}: {done.stderr}"
         listed = []
         for entry in self.log.read_text(encoding="utf-8").split("\x1e")[:-1]:

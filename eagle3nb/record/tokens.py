@@ -27,6 +27,7 @@ AROUND = 24  # tokens shown on each side
 WIDEST = 20  # characters shown of a token: a run of blanks can be one of a hundred
 RAW, DETAIL = 200, 300  # characters shown of a line that is no row, and of what is said about a fault
 LIMIT = 8000  # bytes of HTML an example
+WHOLE = 600_000  # characters of HTML after which no further example is shown: a page with many findings stays small
 FAR = 256 << 20  # bytes that are read of a file to come to a line: seconds
 BY_ANSWER = {"duplicate_rows", "near_duplicates", "think_unbalanced", "tool_json_invalid", "mask_disagrees"}
 LINE_BREAKS = {"\n": "⏎", "\r": "␍", "\t": "⇥", "\u2028": "⏎", "\u2029": "⏎"}
@@ -74,16 +75,22 @@ def examples(listed: list[Finding], found: Survey, tokenizer=None, most: int = E
     if not chosen:
         return "", ""
     lines = _lines(found, {(example["file"], example["line"]) for _, some in chosen for example in some})
-    html, text = [LEGEND], [LEGEND_TEXT]
+    html, text, left_out = [LEGEND], [LEGEND_TEXT], 0
     for finding, some in chosen:
         title, message = (visible(text, DETAIL) for text in (
             f"{finding.severity} · {finding.rule} · {finding.source}", finding.message))
         html.append(f"<p><strong>{escape(title)}</strong>: {escape(message)}</p>")
         text.append(f"\n{title}: {message}")
         for example in some:
+            if sum(map(len, html)) > WHOLE:
+                left_out += 1
+                continue
             raw = lines.get((example["file"], example["line"]))
             for parts, part in zip((html, text), _example(finding.rule, example, raw, found, tokenizer), strict=True):
                 parts.append(part)
+    if left_out:
+        html.append(f"<p>{left_out:,} more examples are named in findings.json.</p>")
+        text.append(f"\n{left_out:,} more examples are named in findings.json.")
     return "".join(html), "\n".join(text)
 
 

@@ -73,6 +73,18 @@ def finding(*places, rule="supervised_prompt", file="A/rows.jsonl", detail="wron
                    [{"file": file, "line": line, "at": at, "detail": detail} for line, at in places])
 
 
+def test_examples_end_where_a_page_would_grow_too_large(tmp_path, monkeypatch):
+    found = look(tmp_path, [row_of([5] * 60, [1] * 60)] * 9)
+    listed = [finding((1, 1), (2, 2), (3, 3)), finding((4, 4), (5, 5), rule="schema")]
+    everything, _ = examples(listed, found)
+    assert "more examples" not in everything and everything.count("rows.jsonl line") == 5
+    monkeypatch.setattr("eagle3nb.record.tokens.WHOLE", everything.index("line 2"))
+    html, text = examples(listed, found)
+    assert [f"line {n}" in html for n in range(1, 6)] == [True, True, False, False, False]
+    assert "schema" in html  # every finding is named
+    assert all("3 more examples are named in findings.json" in shown for shown in (html, text))
+
+
 def row_of(ids, mask):
     return {"input_ids": ids, "loss_mask": mask}
 

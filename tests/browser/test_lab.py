@@ -119,6 +119,12 @@ def test_the_launcher_opens_a_notebook_and_run_all_draws_its_figures(window, pro
     twin = read_json(project / "outputs/t/2_merge.json")
     assert twin["status"] == "ok" and twin["provenance"]["versions"]["python"] == sys.version.split()[0]
 
+    menu(window, "File", "New Launcher")
+    with window.expect_popup() as opened:
+        window.locator(".jp-LauncherCard-label", has_text="runs").click()
+    opened.value.get_by_role("link", name="t", exact=True).first.wait_for()  # this run, in the index of all
+    assert opened.value.locator("h1").inner_text() == "Runs"
+
 
 def put(address: str, path: str) -> int:
     """Lab's own way of saving a notebook, an empty one here; the answer's status."""

@@ -25,9 +25,12 @@
         const open = () => app.commands.execute("docmanager:open", { path: `notebooks/${name}` });
         add(app, launcher, rank, number, stage, `Open notebooks/${name}; run it with Run, Run All Cells`, open);
       });
-      const pages = app.serviceManager.serverSettings.baseUrl + "files/outputs/index.html";
-      add(app, launcher, names.length, "≡", "runs", "All runs and their records, in a tab of the browser",
-        () => { window.open(pages, "_blank"); });
+      const runs = async () => {
+        const there = await app.serviceManager.contents.get("outputs/index.html", { content: false }).catch(() => null);
+        const page = there ? "outputs/index.html" : "outputs/specimen-demo/index.html";  // before the first run
+        window.open(`${app.serviceManager.serverSettings.baseUrl}files/${page}`, "_blank");
+      };
+      add(app, launcher, names.length, "≡", "runs", "All runs and their records, in a tab of the browser", runs);
     };
     return {
       id: "eagle3nb-launcher:plugin",

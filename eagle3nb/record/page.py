@@ -47,6 +47,7 @@ figure {{ margin: 1rem 0; }} img, svg {{ max-width: 100%; height: auto; vertical
   width: fit-content; max-width: 100%; box-sizing: border-box; }} }}
 code, pre {{ font: .88em/1.45 ui-monospace, monospace; }} code {{ overflow-wrap: anywhere; }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: .75rem 0; }}
+pre.grid {{ white-space: pre; overflow-x: auto; }}
 .quiet {{ color: var(--quiet); }} pre.error {{ border-left: 6px solid var(--red); padding-left: .75rem; }}
 .ansi-red-fg, .ansi-red-intense-fg {{ color: var(--red); }} .ansi-bold {{ font-weight: bold; }}
 details {{ margin: .5rem 0; }} summary {{ cursor: pointer; overflow-wrap: anywhere; }}
@@ -58,6 +59,7 @@ details > ol {{ margin: .25rem 0; line-height: 1.9; }}
   h1, h2, h3, summary, caption, p:has(+ figure, + .wide) {{ break-after: avoid; }}
   figure, img, svg, tr, pre, main > .wide, [role=status] {{ break-inside: avoid; }} p, li {{ orphans: 3; widows: 3; }}
   .wide, main > table {{ overflow: visible; font-size: 7.5pt; }} thead {{ display: table-header-group; }}
+  pre.grid {{ white-space: pre-wrap; }}
   .wide th, .wide td {{ min-width: 0 !important; padding-right: 6px !important; overflow-wrap: break-word; }}
   .wide td[style*="min-width"], .many th, .many td {{ overflow-wrap: anywhere; }}
   figure {{ background: none; padding: 0; }} figure img {{ max-width: 150mm; max-height: 220mm; width: auto; }}
@@ -130,7 +132,8 @@ def shown(output: dict) -> str:
 
     if output["output_type"] == "stream":
         text = calm(output["text"]).strip("\n")
-        return f'<pre{" class=quiet" if output["name"] == "stderr" else ""}>{ansi2html(text)}</pre>' if text else ""
+        kinds = " ".join(["quiet"] * (output["name"] == "stderr") + ["grid"] * bool(re.search(r"\S {3,}\S", text)))
+        return f'<pre class="{kinds}">{ansi2html(text)}</pre>' if text else ""
     if output["output_type"] == "error":
         return f'<pre class="error">{ansi2html(chr(10).join(output["traceback"]))}</pre>'
     data = {kind: value if isinstance(value, str) else "".join(value) for kind, value in output["data"].items()}

@@ -11,27 +11,47 @@ import time
 import psutil
 
 MARK = "EAGLE3NB_FAMILY"
+YOUNG = 5.0  # seconds in which a process has long begun to run its program
 
 
-def family(mark: str) -> list[psutil.Process]:
-    """Every living process with this mark, except the caller."""
-    found = []
+def family(mark: str) -> tuple[list[psutil.Process], bool]:
+    """(every living process with this mark, except the caller; whether one more may be ours).
+
+    Between fork and its program's start a process shows an empty environment, or none: for as long as that takes, and
+    on a machine that stalls it takes seconds, nobody can tell whose it is.
+    """
+    found, open_question = [], False
     for process in psutil.process_iter():
         try:
-            ours = process.environ().get(MARK) == mark and process.pid != os.getpid()
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
+            if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.environ().get(MARK) == mark:
                 found.append(process)
+            elif not process.environ():
+                open_question |= is_starting(process)
         except (psutil.Error, OSError):
-            continue
-    return found
+            open_question |= is_starting(process)
+    return found, open_question
+
+
+def is_starting(process: psutil.Process) -> bool:
+    """Whether a process of this user is seconds old."""
+    try:
+        return time.time() - process.create_time() < YOUNG and process.uids().real == os.getuid()
+    except (psutil.Error, OSError):
+        return False
 
 
 def end_family(mark: str, patience: float = 10.0) -> list[psutil.Process]:
     """Kills all of them, and what they start meanwhile; returns those still there after `patience` seconds (none)."""
     until = time.monotonic() + patience
-    while (left := family(mark)) and time.monotonic() < until:
+    while True:
+        left, open_question = family(mark)
+        if not (left or open_question) or time.monotonic() > until:
+            return left
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=0.5)
-    return left
+        if not left:
+            time.sleep(0.05)

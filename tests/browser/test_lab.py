@@ -106,7 +106,10 @@ def test_the_launcher_opens_a_notebook_and_run_all_draws_its_figures(window, pro
     assert contents.locator(".jp-tocItem-content").first.inner_text() == "2 · Merge"
 
     menu(window, "Run", "Run All Cells")
-    window.wait_for_function("() => / ok |failed/.test(document.querySelector('.jp-Notebook').textContent)")
+    window.wait_for_function("""() => {
+      const verdict = document.querySelector(".jp-Notebook [role=status]");
+      return verdict && !verdict.textContent.includes("running");
+    }""")
     said = window.locator(".jp-Notebook [role=status]").first.text_content()
     assert said.startswith("✔ ok") and "Merge complete. 48 records" in said
     drawn = window.locator(".jp-Notebook .jp-RenderedImage img")

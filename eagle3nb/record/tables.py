@@ -9,7 +9,7 @@ from html import escape
 COLOUR = {"ok": "#1e7145", "failed": "#b3261e", "running": "#5c5f66"}
 WORD = {"ok": "✔ ok", "failed": "✖ failed", "running": "… running"}
 LINE = "1px solid rgba(128,128,128,0.35)"
-LONG = 60  # characters from which a cell's column is kept wide enough to be read on a telephone
+LONG = 30  # characters from which a cell's column is kept wide enough to be read on a telephone
 
 # Words for columns whose name alone says too little; of others underscores become blanks and endings become units.
 WORDS = {

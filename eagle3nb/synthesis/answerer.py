@@ -84,7 +84,7 @@ class TargetHere:
 
 def connect(folder: Path, *, engine: str = "transformers", endpoint: str = "", api: str = "openai", model: str = "",
             key_variable: str = "OPENAI_API_KEY", extra: dict | None = None, on_policy: bool | None = None,
-            concurrency: int = 16, timeout_s: float = 600.0, retries: int = 5, prices: dict | None = None,
+            concurrency: int = 16, timeout_s: float = 600.0, retries: int = 8, prices: dict | None = None,
             budget: Budget | None = None, tokenizer=None) -> Answerer:
     """The Answerer: the target in `folder` by `engine`, or the server at `endpoint`, which is asked what it serves.
 

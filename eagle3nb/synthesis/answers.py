@@ -5,8 +5,10 @@ appears whole. What came of each answer is counted by reason. A text of the targ
 attempt only. What stands there already, and is still right, is not made again.
 """
 
+import glob
 import gzip
 import json
+import os
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -22,7 +24,7 @@ from eagle3nb.states.target import target_identity
 from eagle3nb.synthesis.answerer import Answerer
 from eagle3nb.synthesis.budget import Spent
 from eagle3nb.synthesis.endpoint import GOOD, Answer, Ask, Counts, Sampling
-from eagle3nb.synthesis.journal import Journal, lasts, opened, print_of, spent_before
+from eagle3nb.synthesis.journal import Journal, known_in, lasts, opened, print_of, spent_before
 from eagle3nb.synthesis.sources import Dataset
 from eagle3nb.synthesis.talks import ALONE, ATTEMPTS, DROPPED, Language, Talk, begun, numbered, records, take
 
@@ -101,6 +103,7 @@ def make(dataset: Dataset, answerer: Answerer, language: Language, out_dir: Path
     older = stood(out_dir, dataset.name, part)
     if older and (older["fingerprint"] == mark or (dataset.limit and not older.get("limit"))):
         return Part(dataset, part, older, Counts(), "kept")  # or it is whole, and this a rehearsal
+    check_ours(dataset.name, out_dir)
     (out_dir / dataset.name).mkdir(parents=True, exist_ok=True)
     with alone(file_of(out_dir, dataset.name, part)):
         return answered(dataset, talks, answerer, language, out_dir, seed, mark, part, older)
@@ -119,7 +122,8 @@ def answered(dataset: Dataset, talks: list[Talk], answerer: Answerer, language: 
         now = answerer.endpoint.answer(first, sampling, work.done, what=numbered(dataset.name, part), expected=expected)
     complete, some = not work.lost and not now.stopped, any(talk.rows for talk in talks)
     if complete and not some:
-        raise UserError(f"synthesis {dataset.name}: no answer was usable ({dict(work.counts)}); "
+        ended = Counter(talk.why for talk in talks if talk.why)
+        raise UserError(f"synthesis {dataset.name}: no answer was usable ({dict(work.counts or ended)}); "
                         "change its prompts or its temperature")
     rows = (row for talk in talks for row in records(talk, language.tokenizer, part, work.facts(talk)))
     stays = not some or (older and not complete)
@@ -136,6 +140,31 @@ def answered(dataset: Dataset, talks: list[Talk], answerer: Answerer, language: 
 def seed_of(seed: int, key: tuple) -> int:
     """A server's seed for one ask, 31 bits: another for each prompt, turn and attempt, so that none share a sample."""
     return xxhash.xxh3_64_intdigest(json.dumps([seed, *key]).encode()) >> 33
+
+
+def ask_of(talk: Talk, answerer: Answerer, seed: int) -> Ask:
+    """With ids alone, or with messages and the ids that their tokens are counted by."""
+    if answerer.here:  # whose own generator takes the prompt's ids into account
+        return Ask(talk.key, input_ids=tuple(talk.asked), seed=seed + SEED_STEP * talk.attempt)
+    if answerer.exact:
+        return Ask(talk.key, input_ids=tuple(talk.asked), seed=seed_of(seed, talk.key))
+    return Ask(talk.key, tuple(talk.said), talk.prompt.tools, tuple(talk.asked), seed_of(seed, talk.key))
+
+
+def known_turns(dataset: Dataset, part: int, talks: list[Talk], answerer: Answerer, language: Language, out_dir: Path,
+                seed: int) -> int:
+    """Turns of these talks, before their first answer, that a journal has answers to. An endpoint's talk counts where
+    its first ask is known as it would be asked now, by model, sampling and all: those of other settings are kept too,
+    and are no answers to it. Later turns are taken to be as known as they were then."""
+    known = known_in(journal_of(out_dir, dataset.name, part, answerer.here))
+    sampling = Sampling(dataset.max_new_tokens, dataset.temperature, dataset.top_p, language.eos)
+    asked = print_of(answerer.model, answerer.extra, sampling)
+    turns = {key[:2] for key in known}
+    if answerer.here:
+        return len(turns)
+    own = {talk.prompt.id: len(talk.prompt.later) for talk in talks if not talk.over
+           and (*talk.key, *asked(ask_of(talk, answerer, seed))) in known}
+    return sum(turn <= own.get(key, -1) for key, turn in turns)
 
 
 class Work:
@@ -176,12 +205,7 @@ class Work:
         return None
 
     def ask(self, talk: Talk) -> Ask:
-        """With ids alone, or with messages and the ids that their tokens are counted by."""
-        if self.answerer.here:  # whose own generator takes the prompt's ids into account
-            return Ask(talk.key, input_ids=tuple(talk.asked), seed=self.seed + SEED_STEP * talk.attempt)
-        if self.answerer.exact:
-            return Ask(talk.key, input_ids=tuple(talk.asked), seed=seed_of(self.seed, talk.key))
-        return Ask(talk.key, tuple(talk.said), talk.prompt.tools, tuple(talk.asked), seed_of(self.seed, talk.key))
+        return ask_of(talk, self.answerer, self.seed)
 
     def done(self, ask: Ask, answer: Answer) -> list[Ask]:
         """An answer that has come: noted, judged; the next ask of its talk."""
@@ -236,12 +260,25 @@ def stood(out_dir: Path, name: str, part: int = 0) -> dict | None:
     if not path.is_file() or not file.is_file():
         return None
     report = read_json(path)
+    if not isinstance(report, dict) or "fingerprint" not in report:
+        return None
     return report if report.get("complete", True) and report.get("xxh3") == xxh3_file(file) else None
+
+
+def check_ours(name: str, out_dir: Path) -> None:
+    """UserError where the dataset's folder holds files, and neither a report nor a journal says that this stage made
+    them: somebody's own rows, which a file of prompts of the same name must not replace."""
+    folder = out_dir / name
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    rows = [file for file in there if not file.startswith(".")]
+    if rows and len(rows) == len(there) and not any(out_dir.glob(f"{glob.escape(name)}*.json")):
+        raise UserError(f"{shown(folder)} holds {rows[0]}, which synthesis did not make; rename the file of "
+                        "prompts, or move that dataset away")
 
 
 def alone(path: Path):
     """Holds a part: two starts that make the same one would pay for it twice."""
-    lock = project_root() / ".cache" / "synthesis" / f"{xxhash.xxh3_64_hexdigest(str(path).encode())}.lock"
+    lock = project_root() / ".cache" / "synthesis" / f"{xxhash.xxh3_64_hexdigest(os.path.realpath(path).encode())}.lock"
     return only_one(lock, wait=False, busy=f"{shown(path)} is being made by another run; wait for it")
 
 

@@ -55,9 +55,10 @@ class Answer:
 
     `outcome`: "stop", "length" and "tool_calls" are answers; "refused" and "failed" are none; "skipped" was not (fully)
     tried. `reason` says why of the latter three: "refusal", "content filter", "moderation"; "longer than the context",
-    "empty", "http 500" (or another status), "rate limited", "time-out", "no connection", "dropped", "not json", "no
-    choices", "no ids", "malformed", "broken off", "error in the answer", "no credit"; "budget tokens" (requests, money)
-    or what else ended it all. Of "length" it says "context" where that was full before max_new_tokens were reached.
+    "empty", "half a character", "http 500" (or another status), "rate limited", "time-out", "no connection", "dropped",
+    "not json", "no choices", "no ids", "malformed", "broken off", "error in the answer", "no credit"; "budget tokens"
+    (requests, money) or what else ended it all. Of "length" it says "context" where that was full before max_new_tokens
+    were reached.
     `detail`: the server's own words, one line.
     `message`: {"role", "content"[, "reasoning_content"][, "tool_calls"]}; None where ids came instead, or nothing.
     `ids`: the exact tokens of an answer, the one that ended it included; empty from a chat endpoint.

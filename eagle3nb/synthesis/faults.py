@@ -107,7 +107,12 @@ def words(text: str, key: str = "") -> str:
         text = value if isinstance(value, str) else text
     except (ValueError, RecursionError):
         pass
-    return " ".join(redacted(text, key).split())[:WORDS]  # cut last: half a key would not be found
+    return " ".join(readable(redacted(text, key)).split())[:WORDS]  # cut last: half a key would not be found
+
+
+def readable(text: str) -> str:
+    """The text as a file can hold it: halves of a surrogate pair, which JSON can spell and UTF-8 cannot, become "?"."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def redacted(value, key: str):

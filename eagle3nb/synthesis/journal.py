@@ -6,6 +6,7 @@ asks for itself alone, and what was paid for is never thrown away. What failed i
 budget counts over all starts.
 """
 
+import fcntl
 import json
 import os
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from eagle3nb.synthesis.budget import Spent
 from eagle3nb.synthesis.endpoint import GOOD, Answer, Ask, Sampling
 
 HEAD = b'"answers of an endpoint, 1"'
-LASTING = ("empty", "longer than the context")  # reasons of "failed" that stand: asking once more would not change them
+# Reasons of "failed" that stand: asking once more would not change them.
+LASTING = ("empty", "half a character", "longer than the context")
 KEPT = ("message", "ids", "prompt_tokens", "completion_tokens", "cost", "model", "seconds")
 
 
@@ -80,18 +82,30 @@ def opened(path: Path, mark: str = "", asked=None):
     """The Journal of a part. With `mark`: one fingerprint for all of it, and what stands there under another goes. With
     `asked` (print_of): one for each answer, and everything stays. A last line that a kill cut off is not counted."""
     head = mark.encode() if mark else HEAD
-    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    if lines[0] == head and len(lines) > 1:
-        os.truncate(path, path.stat().st_size - len(lines[-1]))
-    else:
-        if asked and lines[0] and len(lines) > 1:
-            raise UserError(f"{shown(path)} is no journal of this version; move it away, or use the version that "
-                            "wrote it: its answers were paid for")
-        lines = [head, b""]
-        path.write_bytes(head + b"\n")
-    known, spent = entries(lines[1:-1], path)
     with open(path, "ab") as handle:
+        hold(handle, path)
+        lines = path.read_bytes().split(b"\n")
+        if lines[0] == head and len(lines) > 1:
+            os.truncate(path, path.stat().st_size - len(lines[-1]))
+        else:
+            if asked and lines[0] and len(lines) > 1:
+                raise UserError(f"{shown(path)} is no journal of this version; move it away, or use the version that "
+                                "wrote it: its answers were paid for")
+            lines = [head, b""]
+            path.write_bytes(head + b"\n")
+        known, spent = entries(lines[1:-1], path)
         yield Journal(handle, known, spent, asked or (lambda ask: ()))
+
+
+def hold(handle, path: Path) -> None:
+    """Holds the journal until its file is closed: another checkout, or another name of the folder, has other locks than
+    this one's. UserError where somebody else does; nothing where the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{shown(path)} is being written by another run; wait for it") from None
+    except OSError:
+        return
 
 
 def entries(lines: list[bytes], path: Path) -> tuple[dict, Spent]:
@@ -101,12 +115,11 @@ def entries(lines: list[bytes], path: Path) -> tuple[dict, Spent]:
         try:
             *key, value = json.loads(line)
             answer = unpacked(tuple(key[:3]), value)
+            spent += answer.spent
+            known |= {tuple(key): answer} if not answer.outcome or lasts(answer) else {}
         except (ValueError, TypeError, KeyError) as error:
             raise UserError(f"{shown(path)} line {number} is damaged ({type(error).__name__}); restore the file, or "
                             "delete the line: its answer is then asked for again") from None
-        spent += answer.spent
-        if not answer.outcome or lasts(answer):
-            known[tuple(key)] = answer
     return known, spent
 
 

@@ -9,11 +9,14 @@ import json
 
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis.endpoint import Answer, Ask, Endpoint, Sampling, texts
-from eagle3nb.synthesis.faults import WORDS, Fault
+from eagle3nb.synthesis.faults import WORDS, Fault, readable
 
 OUTCOMES = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls",
             "content_filter": "refused"}
 ABSURD = 2**40  # tokens, or money, of one answer
+# Fields of a request that parameters of the stage set, or that change what an answer is or costs: none for `extra`.
+OWN = {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "n",
+       "stream"}
 
 
 class OpenAIEndpoint(Endpoint):
@@ -28,7 +31,7 @@ class OpenAIEndpoint(Endpoint):
     def __init__(self, url: str, model: str = "", key_variable: str = "OPENAI_API_KEY", *, extra: dict | None = None,
                  **options):
         super().__init__(url, key_variable=key_variable, **options)
-        self.model, self.extra = model, dict(extra or {})
+        self.model, self.extra = model, checked_extra(extra)
 
     def check(self) -> dict:
         """{"api", "model", "context" (tokens), "root" (the model's directory or name), "prices" (per million tokens)},
@@ -36,7 +39,7 @@ class OpenAIEndpoint(Endpoint):
         nothing answers, the key is refused, or the model is not served."""
         url = self.address.url
         try:
-            cards = {card["id"]: card for card in self.address.get("/models", self.clock.wall())["data"]}
+            cards = {card["id"] + "": card for card in self.address.get("/models", self.clock.wall())["data"]}
         except Fault as fault:
             if fault.reason in ("http 404", "http 405", "not json"):
                 raise UserError(f"what answers at {url} is no OpenAI API ({fault.reason} from /models); give the "
@@ -53,8 +56,9 @@ class OpenAIEndpoint(Endpoint):
                             f"such as {', '.join(near)}")
         card = cards[self.model]
         lengths = [card.get(name) for name in ("max_model_len", "context_length")]
-        return {"api": "openai", "model": self.model, "context": next(filter(None, lengths), None),
-                "root": card.get("root"), "prices": prices_of(card.get("pricing"))}
+        context, root = next((n for n in lengths if type(n) is int and n), None), card.get("root")
+        return {"api": "openai", "model": self.model, "context": context,
+                "root": root if isinstance(root, str) else None, "prices": prices_of(card.get("pricing"))}
 
     def body(self, ask: Ask, sampling: Sampling) -> dict:
         tools = {"tools": list(ask.tools)} if ask.tools else {}
@@ -73,7 +77,7 @@ class OpenAIEndpoint(Endpoint):
         except (KeyError, TypeError, AttributeError):
             raise Fault("malformed", again=True, billed=True) from None
         if choice.get("error") or finish not in OUTCOMES:
-            raise Fault("broken off", finish[:WORDS], again=True, billed=True)
+            raise Fault("broken off", readable(finish)[:WORDS], again=True, billed=True)
         usage = usage_of(value.get("usage"))
         outcome = "tool_calls" if calls and finish == "stop" else OUTCOMES[finish]
         reason = "content filter" if outcome == "refused" else ""
@@ -81,14 +85,31 @@ class OpenAIEndpoint(Endpoint):
             outcome, reason = "refused", "refusal"
         if outcome == "stop" and not content.strip() and not reasoning.strip() or outcome == "tool_calls" and not calls:
             outcome, reason = "failed", "empty"
+        if outcome == "length":
+            content = content.rstrip("\ufffd")  # a server's word for the bytes of a character that the limit cut
         if outcome == "length" and usage[1] is not None and usage[1] < sampling.max_new_tokens:
             reason = "context"
         said = {"role": "assistant", "content": content}
         said |= {"reasoning_content": reasoning} if reasoning else {}
         said |= {"tool_calls": calls} if calls else {}
-        return self.answered(ask, outcome, usage, "".join(texts(said)), reason=reason,
+        if (text := json.dumps(said, ensure_ascii=False)) != readable(text):
+            outcome, reason = "failed", "half a character"  # no tokenizer reads it and no file holds it
+        return self.answered(ask, outcome, usage, readable("".join(texts(said))), reason=reason,
                              message=None if outcome in ("refused", "failed") else said,
-                             model=model_name(str(value.get("model") or self.model)))
+                             model=readable(model_name(str(value.get("model") or self.model))))
+
+
+def checked_extra(extra: dict | None) -> dict:
+    """UserError where it sets what has a parameter of its own, by which records and budget go, or is no JSON."""
+    extra = dict(extra or {})
+    if taken := sorted(OWN & extra.keys()):
+        raise UserError(f"extra sets {', '.join(taken)}; records and budget go by the stage's own parameters: leave it "
+                        "out there")
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"extra is no JSON ({error}); give texts, numbers, lists and objects") from None
+    return extra
 
 
 def content_of(message: dict) -> str:

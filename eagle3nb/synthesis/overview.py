@@ -11,10 +11,9 @@ import orjson
 
 from eagle3nb.corpus.masks import encode, render
 from eagle3nb.synthesis.answerer import Answerer
-from eagle3nb.synthesis.answers import Part, file_of, journal_of, report_of
+from eagle3nb.synthesis.answers import Part, file_of, known_turns, report_of
 from eagle3nb.synthesis.budget import Budget, Spent
-from eagle3nb.synthesis.endpoint import GOOD, Counts
-from eagle3nb.synthesis.journal import known_in
+from eagle3nb.synthesis.endpoint import GOOD, Counts, texts
 from eagle3nb.synthesis.sources import Dataset
 from eagle3nb.synthesis.talks import ALONE, DROPPED, Language, begun, runs
 
@@ -46,14 +45,16 @@ def plan(wanted: list[Dataset], parts: int, who: Answerer, language: Language, o
     as it may be, none sampled again; a later turn's prompt holds the answers before it."""
     rows, glue = [], glue_of(language)
     for dataset in wanted:
-        prompts = [prompt for part in range(parts) for prompt in dataset.prompts(seed + part)]
-        known = sum(len(known_in(journal_of(out_dir, dataset.name, part, who.here))) for part in range(parts))
+        talks = [begun(dataset.prompts(seed + part), language.tokenizer, dataset.name) for part in range(parts)]
+        known = sum(known_turns(dataset, part, some, who, language, out_dir, seed + part)
+                    for part, some in enumerate(talks))
+        prompts = [talk.prompt for some in talks for talk in some]
         turns = [1 + len(prompt.later) for prompt in prompts]
-        opening = [len(talk.asked) for talk in begun(prompts, language.tokenizer, dataset.name)]
+        opening = [len(talk.asked) for some in talks for talk in some]
         read = 0
         for prompt, tokens in zip(prompts, opening, strict=True):
             for block in ((), *prompt.later):  # a later turn reads all that came before it once more
-                words = [len(encode(language.tokenizer, message["content"] or "")) + glue for message in block]
+                words = [len(encode(language.tokenizer, text_of(message))) + glue for message in block]
                 tokens += sum(words) + (dataset.max_new_tokens if block else 0)
                 read += tokens
         most = Spent(sum(turns), read, sum(turns) * dataset.max_new_tokens)
@@ -65,6 +66,10 @@ def plan(wanted: list[Dataset], parts: int, who: Answerer, language: Language, o
                                    + most.completion_tokens * prices["completion"]) / 1e6
         rows.append(row)
     return rows
+
+
+def text_of(message: dict) -> str:
+    return "".join(texts(message))
 
 
 def glue_of(language: Language) -> int:

@@ -7,7 +7,7 @@ the token that stopped it, whether the model's own end of turn or one of stop_to
 
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis.endpoint import Answer, Ask, Endpoint, Sampling
-from eagle3nb.synthesis.faults import WORDS, Fault
+from eagle3nb.synthesis.faults import WORDS, Fault, readable
 from eagle3nb.synthesis.openai_endpoint import model_name
 
 
@@ -59,10 +59,10 @@ class SGLangEndpoint(Endpoint):
             finish = ended["type"]
         except (KeyError, TypeError):
             raise Fault("no ids", again=True, billed=True) from None
-        if any(type(token) is not int for token in ids):
+        if any(type(token) is not int or not 0 <= token < 2**31 for token in ids):
             raise Fault("malformed", again=True, billed=True)
         if finish not in ("stop", "length"):
-            raise Fault("broken off", str(ended.get("message") or finish)[:WORDS], again=True, billed=True)
+            raise Fault("broken off", readable(str(ended.get("message") or finish))[:WORDS], again=True, billed=True)
         reason = "context" if finish == "length" and len(ids) < sampling.max_new_tokens else ""
         return self.answered(ask, finish if ids else "failed", (len(ask.input_ids), len(ids), None),
                              reason=reason if ids else "empty", ids=ids, model=model_name(self.model))

@@ -99,6 +99,8 @@ def of_entry(entry: str, sampling: dict) -> list[Dataset]:
                         limit=sampling["limit"]) for recipe in load_recipes(path)]
     if path.is_file():
         name = path.name.split(".")[0]
+        if not name:
+            raise UserError(f"prompts: {entry!r} names no dataset; rename the file, as A_chat.jsonl")
         return [Dataset(name, shown(path), path, **sampling, asked=tuple(of_file(path, name)))]
     raise UserError(f"prompts: {entry!r} is no folder of recipes, no file, and none of the sets {', '.join(PACKAGES)}")
 

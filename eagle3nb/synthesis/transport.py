@@ -4,6 +4,7 @@ import asyncio
 import os
 import queue
 import random
+import re
 import threading
 import time
 import urllib.parse
@@ -42,6 +43,9 @@ class Address:
 
     def __post_init__(self):
         object.__setattr__(self, "url", self.url.strip().rstrip("/"))
+        if any(mark in self.url for mark in "@?#"):
+            raise UserError("endpoint has a user, a password or a query in it, which records would show; give the key "
+                            "in the environment variable that key_variable names")
         try:
             parts = urllib.parse.urlsplit(self.url)
             good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
@@ -49,9 +53,9 @@ class Address:
             good = False
         if not good:
             raise UserError(f"endpoint {self.url!r} is no address; give one such as http://127.0.0.1:30000/v1")
-        if parts.username or parts.password or parts.query:
-            raise UserError("endpoint has a user, a password or a query in it, which records would show; give the key "
-                            "in the environment variable that key_variable names")
+        if self.key_variable and not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable):
+            raise UserError("key_variable is no name of an environment variable; put the key into one, and its name "
+                            "there")
 
     @property
     def near(self) -> bool:

@@ -136,14 +136,17 @@ def synthesis(p: dict, *_) -> None:
     if p["prompts"] or not p["regenerate"]:
         names = ("data_root", "exclude", "limit", "max_new_tokens", "temperature", "top_p")
         datasets(p["prompts"], only=p["datasets"], **{name: p[name] for name in names})
+    if p["parts"] < 1:
+        raise UserError(f"parts is {p['parts']}; choose 1 or more")
     budget = Budget(p["budget_tokens"], p["budget_requests"], p["budget_money"])
     if not p["endpoint"]:
         return engine(p)
     if p["api"] not in ("openai", "sglang"):
         raise UserError(f"api {p['api']!r} is unknown; choose openai (a chat API) or sglang (its own /generate)")
     options = {name: p[name] for name in ("key_variable", "concurrency", "timeout_s", "retries", "prices")}
-    kind = SGLangEndpoint if p["api"] == "sglang" else OpenAIEndpoint
-    kind(p["endpoint"], **options, budget=budget).address.key()
+    if p["api"] == "sglang":
+        return SGLangEndpoint(p["endpoint"], **options, budget=budget).address.key()
+    return OpenAIEndpoint(p["endpoint"], extra=p["extra"], **options, budget=budget).address.key()
 
 
 def data(p: dict, _paths, earlier: list[str]) -> None:

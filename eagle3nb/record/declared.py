@@ -34,6 +34,20 @@ class Parameter:
     meaning: str  # the line's comment
 
 
+class Loader(yaml.SafeLoader):
+    """Reads what papermill reads: a date stays text. Refuses a key given twice (YAML would silently take the last)."""
+
+    yaml_implicit_resolvers = {first: [(tag, match) for tag, match in resolvers if not tag.endswith(":timestamp")]
+                               for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        twice = sorted({k for k in keys if keys.count(k) > 1})
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def stem(stage: str) -> str:
     """`audit` → `1_audit`: the name of the notebook and of its records."""
     return f"{STAGES.index(stage)}_{stage}"
@@ -127,6 +141,10 @@ def coerce(parameter: Parameter, value):
                 fitting = lenient(kind.strip(), value)
             except ValueError:
                 continue
+            except yaml.YAMLError as error:
+                why = " ".join(str(getattr(error, "problem", None) or error).split())
+                raise UserError(f"parameter {parameter.name} must be {parameter.kind}, and {value!r} is not valid YAML "
+                                f"({why})") from None
             return check(parameter, fitting)
         raise
 
@@ -149,9 +167,9 @@ def lenient(kind: str, value):
     if kind == "None" and text.lower() in ("none", "null", "~"):
         return None
     if kind.startswith("list"):
-        items = yaml.safe_load(text) if text.startswith("[") else [t.strip() for t in text.split(",") if t.strip()]
+        items = yaml.load(text, Loader) if text.startswith("[") else [t.strip() for t in text.split(",") if t.strip()]
         inner = kind[5:-1]
         return [str(i) if inner == "str" else lenient(inner, str(i)) if inner else i for i in items]
     if kind.startswith("dict") and text.startswith("{"):
-        return strict("dict", yaml.safe_load(text))
+        return strict("dict", yaml.load(text, Loader))
     raise ValueError(f"not a {kind}")

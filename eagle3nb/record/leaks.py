@@ -20,22 +20,13 @@ from urllib.parse import unquote
 import psutil
 
 from eagle3nb.errors import UserError
-from eagle3nb.record import provenance, runs
+from eagle3nb.record import keys, provenance, runs
 from eagle3nb.record.params import load
 
 # Folders that say nothing of a machine, and names that say nothing of a person: of these only `root@` or `@vm` tells.
 COMMON_PLACES = {"/", "/usr", "/usr/local", "/opt", "/tmp", "/var/tmp"}
 COMMON_NAMES = {"root", "user", "admin", "ubuntu", "debian", "runner", "docker", "jovyan", "nobody", "build", "test",
                 "localhost", "host", "node", "vm", "ec2-user", "app", "ci", "python", "conda"}
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)  # names of environment variables
-# How keys begin, behind no letter or digit, and how they go on. An expression begins with plain text: that is fast.
-KEYS = {"sk-": r"[\w-]{16,}", "hf_": r"[A-Za-z0-9]{16,}", "glpat-": r"[\w-]{16,}", "github_pat_": r"\w{16,}",
-        **{f"gh{kind}_": r"[A-Za-z0-9]{16,}" for kind in "pousr"}, "AKIA": r"[A-Z0-9]{16}\b", "ASIA": r"[A-Z0-9]{16}\b",
-        "AIza": r"[\w-]{30,}", "xox": r"[abprs]-[A-Za-z0-9-]{10,}", "npm_": r"[A-Za-z0-9]{30,}", "pypi-": r"\w{30,}",
-        **{f"{word} ": r"\s*[\w.~+/-]{16,}" for word in ("Bearer", "bearer", "BEARER", "Basic")},
-        "eyJ": r"[\w-]{8,}\.eyJ[\w-]{8,}\."}
-OTHERS = {"a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
-          "a password in an address": r"://[^\s/:@\"'<>]+:[^\s/@\"'<>]+@"}
 # Paths as people's folders and clusters' volumes are called, on whatever machine the run was; and addresses inside.
 SHAPES = {
     "a home folder": r"/(?<![\w.…>~-]/)(?:home|Users)/[\w.-]+", "a user's folder": r":[\\/]+Users[\\/]+[\w.-]+",
@@ -70,10 +61,8 @@ class Seeker:
     @classmethod
     def of(cls, run: runs.Run, allowed=()) -> "Seeker":
         """What this machine, this user, this environment and this run's parameters give to look for."""
-        found = [*known_places(run), *names(), *values_of_secrets()]
-        found += [(f"a key ({begin.strip()} …)", rf"{begin}(?<![A-Za-z0-9]{begin}){rest}", False)
-                  for begin, rest in KEYS.items()]
-        found += [(what, shape, False) for what, shape in OTHERS.items()]
+        found = [*known_places(run), *names(), *values_of_secrets(run)]
+        found += [(what, shape.pattern, False) for what, shape in keys.SHAPES]
         found += [(what, shape, True) for what, shape in SHAPES.items()]
         return cls(tuple((what, re.compile(shape), may_show) for what, shape, may_show in found), frozenset(allowed))
 
@@ -126,10 +115,12 @@ def names() -> list[tuple[str, str, bool]]:
     return found
 
 
-def values_of_secrets() -> list[tuple[str, str, bool]]:
-    """Values of environment variables that are called like secrets; of several lines each long one."""
-    return [(f"the value of {name}", re.escape(line), False) for name, value in sorted(os.environ.items())
-            if SECRET.search(name) for line in value.splitlines() if len(line) >= 8]
+def values_of_secrets(run: runs.Run) -> list[tuple[str, str, bool]]:
+    """Values of environment variables that are called like secrets, or that the run took its key from; of several lines
+    each long one."""
+    named = {runs.at(twin, "parameters.key_variable", str) for twin in run.twins.values()}
+    return [(f"the value of {name}", re.escape(line), False) for name, value in keys.secrets(named).items()
+            for line in value.splitlines() if len(line) >= keys.SHORTEST]
 
 
 # ------------------------------------------------------------------------------------------ where to look

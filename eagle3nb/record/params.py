@@ -12,7 +12,8 @@ import yaml
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, resolve, shown
-from eagle3nb.record.declared import STAGES, USUAL, coerce, declared, notebook_of
+from eagle3nb.record.declared import STAGES, USUAL, Loader, coerce, declared, notebook_of
+from eagle3nb.record.keys import refuse_keys
 
 
 @dataclass(frozen=True)
@@ -21,20 +22,6 @@ class Settings:
 
     given: dict
     full: dict
-
-
-class Loader(yaml.SafeLoader):
-    """Reads what papermill reads: a date stays text. Refuses a key given twice (YAML would silently take the last)."""
-
-    yaml_implicit_resolvers = {first: [(tag, match) for tag, match in resolvers if not tag.endswith(":timestamp")]
-                               for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-
-    def construct_mapping(self, node, deep=False):
-        keys = [key.value for key, _ in node.value]
-        twice = sorted({k for k in keys if keys.count(k) > 1})
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]} stands there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def nearest(name: str, names) -> str:
@@ -108,6 +95,7 @@ def settle(stage: str, known: dict, folder: Path, common: dict, overrides) -> Se
     layers = ((shown(folder / "common.yml"), common), (shown(own), read_yaml(own)),
               ("command line", {k: v for k, v in overrides if k in parameters}))
     for origin, values in layers:
+        refuse_keys(values, origin)
         for name, value in values.items():
             if name not in parameters:
                 others = [s for s in known if name in known[s]]

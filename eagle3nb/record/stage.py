@@ -26,6 +26,7 @@ from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, read_json, resolve, shown, write_json
 from eagle3nb.record import index, tables
 from eagle3nb.record.declared import STAGES, check, declared, notebook_hash, notebook_of, stem
+from eagle3nb.record.keys import refuse_keys
 from eagle3nb.record.provenance import (
     entries,
     gpus,
@@ -133,6 +134,7 @@ class Stage:
 
     def begin(self) -> None:
         watch(self)
+        refuse_keys(self.parameters)
         self.show_verdict("running", "has not finished yet", update=False)
         self.twin["parameters"] = shareable(self.parameters)
         self.twin["provenance"] = provenance(self.name) | {

@@ -70,7 +70,8 @@ class Unusable(Exception):  # noqa: N818 (not an error to the reader: it becomes
 def find_sources(data_root: str | Path, exclude=(), include=()) -> list[Source]:
     """Dataset directories below `data_root`, by name: those included (all, if `include` is empty), less those excluded.
 
-    An entry is a directory's name or its part before the first "_": "A1" matches A1_longform. Raises UserError where
+    An entry is a directory's name or, where none has that name, what stands before the first "_": "A1" matches
+    A1_longform. Raises UserError where
     the root is missing or holds no dataset, where an entry matches nothing or stands in both lists.
     """
     root = resolve(data_root)
@@ -84,8 +85,8 @@ def find_sources(data_root: str | Path, exclude=(), include=()) -> list[Source]:
         _all_match(what, entries, names, root)
     if both := [entry for entry in include if entry in exclude]:
         raise UserError(f"{both[0]!r} stands in include and in exclude; take it out of one")
-    kept = [path for path in folders if not is_excluded(path.name, exclude) and (
-        not include or is_excluded(path.name, include))]
+    kept = [path for path in folders if not is_excluded(path.name, exclude, names) and (
+        not include or is_excluded(path.name, include, names))]
     if not kept:
         lists = "include and exclude leave" if include else "exclude leaves"
         raise UserError(f"{lists} no dataset of {shown(root)}; shorten the list")
@@ -103,9 +104,10 @@ def _all_match(what: str, entries, names: list[str], root: Path) -> None:
             raise UserError(f"{what}: {entry!r} matches no dataset in {shown(root)}; {hint}")
 
 
-def is_excluded(name: str, exclude) -> bool:
-    """True if an entry is the name, or its part before the first underscore."""
-    return any(entry in (name, name.split("_", 1)[0]) for entry in exclude)
+def is_excluded(name: str, exclude, names=()) -> bool:
+    """True if an entry is the name, or its part before the first underscore and none of `names`, all datasets there
+    are: where a dataset is called `chat`, that entry does not mean `chat_on_policy` too."""
+    return any(entry == name or entry == name.split("_", 1)[0] and entry not in names for entry in exclude)
 
 
 def _files(folder: Path) -> tuple[Path, ...]:

@@ -60,7 +60,7 @@ class Mix:
                 if not any(is_excluded(name, [entry]) for name in names):
                     raise UserError(f"{what}: {entry!r} matches no dataset; there are {', '.join(names)}")
             for name in names:
-                if len(found := [entry for entry in values if is_excluded(name, [entry])]) > 1:
+                if len(found := [entry for entry in values if is_excluded(name, [entry], names)]) > 1:
                     raise UserError(f"{what}: {' and '.join(found)} both match {name}; keep one")
 
 
@@ -112,9 +112,9 @@ def select(rows: Rows, mix: Mix, names: list[str], seed: int) -> Selection:
     times = np.ones(len(rows), np.int64)
     for number, name in enumerate(names):
         mine = stays & (source == number)
-        if (cap := _of(mix.caps, name)) is not None:
+        if (cap := _of(mix.caps, name, names)) is not None:
             remove(CAPPED, mine & ~_first(mine, key, rank, cap))
-        if (weight := _of(mix.weights, name)) is not None:
+        if (weight := _of(mix.weights, name, names)) is not None:
             mine = stays & (source == number) & ~held  # what is held out is never repeated nor thinned
             whole, rest = int(weight), round(weight * mine.sum()) - int(weight) * int(mine.sum())
             times[mine] = whole + _first(mine, key, rank, rest)[mine]
@@ -168,6 +168,6 @@ def _held(ids_hash: np.ndarray, stays: np.ndarray, share: float) -> np.ndarray:
     return stays & (hashes <= max(np.uint64(int(share * (1 << 64))), hashes[stays].min()))
 
 
-def _of(values: dict, name: str):
+def _of(values: dict, name: str, names):
     """The entry for a source, None where there is none."""
-    return next((value for entry, value in values.items() if is_excluded(name, [entry])), None)
+    return next((value for entry, value in values.items() if is_excluded(name, [entry], names)), None)

@@ -120,7 +120,7 @@ def captured_layers(layers: int) -> tuple[int, int, int]:
     """The three captured layers, as indices into HF `hidden_states`: the residual stream after that many layers."""
     chosen = (2, layers // 2, layers - 3)
     if not chosen[0] < chosen[1] < chosen[2]:
-        raise UserError(f"a target of {layers} layers is too shallow: the layers {chosen} must differ; use 8 or more")
+        raise UserError(f"a target of {layers} layers is too shallow: the layers {chosen} must differ; use 7 or more")
     return chosen
 
 

@@ -140,6 +140,8 @@ def test_exclusion_by_name_or_by_what_stands_before_the_underscore(tmp_path, wri
     assert [source.name for source in find_sources(tmp_path, ["A1"])] == ["A10_chat", "A1b"]
     assert [source.name for source in find_sources(tmp_path, ["A1_longform", "A1b"])] == ["A10_chat"]
     assert not is_excluded("A1_longform", ["A", "A1_long"])
+    write(tmp_path / "A1" / "rows.jsonl", [GOOD])  # now A1 is a dataset's own name, and means that one
+    assert [source.name for source in find_sources(tmp_path, ["A1"])] == ["A10_chat", "A1_longform", "A1b"]
 
 
 def test_a_root_that_is_missing_or_holds_nothing(tmp_path):

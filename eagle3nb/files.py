@@ -49,16 +49,17 @@ def atomic_write(path: str | Path, mode: str = "w"):
     old file or the new one. A full disk raises UserError.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, mode, encoding=None if "b" in mode else "utf-8") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        if path.parent.is_dir():
+            partial.unlink(missing_ok=True)
         why = error.strerror or error
         raise UserError(f"cannot write {shown(path)}: {why}; free space or choose another work_dir") from error
     except BaseException:

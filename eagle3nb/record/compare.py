@@ -308,7 +308,8 @@ def costs(found: Comparison) -> list[dict]:
     rows.append({"what": "peak memory", **{run: size(max(values)) if any(values) else "–"
                                            for run, values in peaks.items()}})
     for what, stage, place, form in SIZES:
-        values = {run.name: at(run.twins.get(stage), f"result.{place}", (int, float, str)) for run in found.runs}
+        kind = str if form is str else (int, float)
+        values = {run.name: at(run.twins.get(stage), f"result.{place}", kind) for run in found.runs}
         rows.append({"what": what, **{run: "–" if v is None else form(v) for run, v in values.items()}})
     return [row for row in rows if set(list(row.values())[1:]) != {"–"}]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from eagle3nb.drafter import curves
+from eagle3nb.errors import UserError
 from eagle3nb.files import atomic_write, resolve, shown
 from eagle3nb.record import charts, compare, index, page, runs, tables
 from eagle3nb.record.charts import Series
@@ -20,7 +21,12 @@ STYLE = charts.STYLE + """
 def main(names: list[str], out: str = "") -> None:
     """`eagle3nb compare`: the page, by default in outputs/, and what it claims on the console."""
     found = compare.compare(names)
-    path = write(found, resolve(out) if out else runs.outputs() / compare.file_name(found))
+    path = resolve(out) if out else runs.outputs() / compare.file_name(found)
+    if path.suffix != ".html" or path.is_dir():
+        raise UserError(f"--out {shown(path)}: give the name of an .html file")
+    if path.name == "index.html" or runs.read_run(path.parent).twins:
+        raise UserError(f"--out {shown(path)}: a record may stand there; choose another name or folder")
+    write(found, path)
     for line in (*found.warnings, *(claim(pair, found.runs[0]) for pair in found.pairs if found.steps)):
         print(line)
     index.write_runs(runs.outputs())

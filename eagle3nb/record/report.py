@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eagle3nb.files import atomic_write, read_json, shown
 from eagle3nb.record import tables
-from eagle3nb.record.declared import STAGES, notebook_of, stem
+from eagle3nb.record.declared import notebook_of, stem
 from eagle3nb.record.page import page, shell, verdict_html
 from eagle3nb.record.provenance import scrubbed
 
@@ -76,9 +76,3 @@ def retire_records(folder: Path, twin: dict, again: str) -> None:
     links = (("index.html", "all stages"), (f"{name}.json", "data (JSON)"))
     body = f"<h1>{twin['stage'].capitalize()}</h1>{banner}"
     write_protected(folder / f"{name}.html", shell(f"{name} · {run}", links, body))
-
-
-def twins(folder: Path) -> dict[str, dict]:
-    """{stage: twin} of the stages that have one."""
-    found = {stage: folder / f"{stem(stage)}.json" for stage in STAGES}
-    return {stage: read_json(path) for stage, path in found.items() if path.exists()}

@@ -18,6 +18,7 @@ from eagle3nb.record.params import declarations, load, nearest
 from eagle3nb.record.provenance import locate, shareable
 from eagle3nb.record.tables import number, size
 
+MOST = 1e18  # seconds or bytes that a stage costs
 STEPS = 3  # drafted tokens of the acceptance length by which runs are listed
 
 
@@ -95,10 +96,11 @@ def held(lock: Path) -> bool:
 def read_twin(path: Path, stage: str) -> tuple[dict, str]:
     """(the twin of a stage, "") or ({}, what is wrong with it)."""
     try:
-        twin = json.loads(path.read_text(encoding="utf-8"))
+        twin = json.loads(path.read_text(encoding="utf-8"), parse_constant=no_number)
+        json.dumps(twin, ensure_ascii=False).encode()  # half a character, as JSON can spell it, stands on no page
     except OSError as error:
         return {}, f"{path.name} cannot be read ({error.strerror})"
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}, f"{path.name} is not valid JSON"
     parts = ("parameters", "provenance", "result", "cost")
     if not isinstance(twin, dict) or not all(isinstance(twin.get(part), dict) for part in parts):
@@ -106,9 +108,21 @@ def read_twin(path: Path, stage: str) -> tuple[dict, str]:
     if twin.get("status") not in ("ok", "failed") or twin.get("stage") != stage:
         return {}, f"{path.name} has no stage or status that is known"
     texts, times = (twin.get("error", ""), twin["result"].get("verdict", "")), (0, *twin["cost"].values())
-    if not all(isinstance(t, str) for t in texts) or not all(type(t) in (int, float) for t in times):
+    if not all(isinstance(t, str) for t in texts) or not all(type(t) in (int, float) and abs(t) < MOST for t in times):
         return {}, f"{path.name} has a verdict or a cost that is none"
+    files = [twin.get(kind, []) for kind in ("inputs", "outputs")]
+    if not all(isinstance(listed, list) and all(map(is_entry, listed)) for listed in files):
+        return {}, f"{path.name} names a file that is none"
     return twin, ""
+
+
+def is_entry(value) -> bool:
+    return bool(at(value, "path", str) and at(value, "xxh3", str))
+
+
+def no_number(word: str):
+    """Of NaN and infinities, which Python reads and JSON has not."""
+    raise ValueError(word)
 
 
 def read_run(folder: Path) -> Run:

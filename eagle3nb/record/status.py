@@ -8,9 +8,8 @@ from pathlib import Path
 from eagle3nb.errors import UserError
 from eagle3nb.files import shown
 from eagle3nb.record import console
-from eagle3nb.record.report import twins
 from eagle3nb.record.run import state_folder
-from eagle3nb.record.runs import held
+from eagle3nb.record.runs import held, read_run
 from eagle3nb.record.stage import paths_of
 from eagle3nb.record.tables import number, span
 
@@ -36,8 +35,10 @@ def status(run: str, once: bool = False, every: float = 2.0) -> int:
 def picture(folder: Path, state: Path, running: bool) -> str:
     """Finished stages, then the one that runs with progress and last metrics."""
     now = console.read_progress(state / "status.json") if running else {}
-    lines = []
-    for stage, twin in twins(folder).items():
+    found = read_run(folder)
+    lines = [f"{console.head(stage)} {wrong}; delete it and run the stage again"
+             for stage, wrong in found.damaged.items()]
+    for stage, twin in found.twins.items():
         if stage == now.get("stage"):
             lines.append(f"{console.head(stage)} running for {span(round(time.time() - now['started']))}")
             progress = console.progress_line(console.read_progress(state / "progress.json"))

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from eagle3nb.errors import UserError
 from eagle3nb.files import read_json, resolve, xxh3_file
 from eagle3nb.record.declared import notebook_hash, notebook_of, stem
 from eagle3nb.record.provenance import code_hash, files_in, label, locate, parameters_hash, shareable
+from eagle3nb.record.runs import at, read_twin
 from eagle3nb.record.stage import Paths
 
 
@@ -14,9 +14,8 @@ def why_run(stage: str, parameters: dict, paths: Paths) -> str:
     twin_path = paths.run / f"{stem(stage)}.json"
     if not twin_path.exists():
         return "not run yet"
-    try:
-        twin = read_json(twin_path)
-    except UserError:
+    twin, wrong = read_twin(twin_path, stage)
+    if wrong:
         return "its JSON twin is broken"
     if twin.get("status") != "ok":
         return f"failed before: {twin.get('error', '')}"
@@ -25,11 +24,11 @@ def why_run(stage: str, parameters: dict, paths: Paths) -> str:
     if partial.exists() or not all(r.exists() for r in records):
         return "its record is not complete"
     facts = twin["provenance"]
-    if facts["parameters_xxh3"] != parameters_hash(parameters):
+    if facts.get("parameters_xxh3") != parameters_hash(parameters):
         return f"{changed_parameter(twin['parameters'], shareable(parameters))} changed"
-    if facts["notebook_xxh3"] != notebook_hash(notebook_of(stage)):
+    if facts.get("notebook_xxh3") != notebook_hash(notebook_of(stage)):
         return "the notebook changed"
-    if facts["code_xxh3"] != code_hash(stage):
+    if facts.get("code_xxh3") != code_hash(stage):
         return "the package's code changed"
     if twin["result"].get("planned") and resolve(parameters["data_root"]).exists():
         return "the data that it planned for is there now"
@@ -45,8 +44,8 @@ def changed_parameter(before: dict, now: dict) -> str:
 def changed_file(twin: dict, parameters: dict) -> str:
     """The first input or output that is missing, altered or new."""
     for kind in ("inputs", "outputs"):
-        known = {entry["path"]: entry for entry in twin[kind]}
-        for folder in twin["provenance"].get("folders", {}).get(kind, []):
+        known = {entry["path"]: entry for entry in twin.get(kind, [])}
+        for folder in filter(None, at(twin, f"provenance.folders.{kind}", list) or []):
             place = locate(folder, parameters)
             present = files_in(place) if place and place.exists() else []
             if new := [name for name in (label(f, parameters) for f in present) if name not in known]:
@@ -55,7 +54,7 @@ def changed_file(twin: dict, parameters: dict) -> str:
             path = locate(name, parameters)
             if path is None or not path.exists():
                 return f"{kind[:-1]} {name} is missing"
-            if path.stat().st_size != entry["bytes"] or xxh3_file(path) != entry["xxh3"]:
+            if path.stat().st_size != entry.get("bytes") or xxh3_file(path) != entry["xxh3"]:
                 return f"{kind[:-1]} {name} changed"
             if path.name == "manifest.json" and (shard := missing_shard(path)):
                 return f"{kind[:-1]} {shard} is missing or cut"

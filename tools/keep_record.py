@@ -16,8 +16,10 @@ from eagle3nb.record.page import page
 
 def keep(run: str) -> Path:
     """The specimen's folder. UserError for a run that is not there, or that has a stage that did not end well."""
-    folder = runs.run_named(run).folder
-    twins = report.twins(folder)
+    found = runs.run_named(run)
+    folder, twins = found.folder, found.twins
+    if found.damaged:
+        raise UserError(f"run {run}: {'; '.join(found.damaged.values())}")
     if failed := [stage for stage, twin in twins.items() if twin["status"] != "ok"]:
         raise UserError(f"run {run}: {failed[0]} did not end well; a specimen shows what should come out")
     kept = folder.with_name(f"specimen-{run}")

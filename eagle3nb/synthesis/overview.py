@@ -175,13 +175,27 @@ def verdict(made: list[Part], who: Answerer) -> str:
     tokens, records = sum(r["tokens"] for r in reports), sum(r["records"] for r in reports)
     names = {part.dataset.name for part in made}
     asked = f"{records:,} records, {tokens:,} tokens in {f'{len(names)} datasets' if len(names) > 1 else min(names)}"
-    policy = "on-policy" if who.on_policy else f"off-policy: {who.model} answered"
+    others = other_models(made, who)
+    policy = f"off-policy: {', '.join(others)} answered" if others else "on-policy"
+    mine = {part.dataset.name for part in made} - {name for answered in others.values() for name in answered}
+    if others and mine:
+        policy += f" all but {', '.join(sorted(mine))}"
     left = sum((Counter(part.report.get("lost", {})) for part in made if part.incomplete), Counter())
     if not left:
         return f"{asked}, {policy}"
     why = ", ".join(f"{count:,} {reason}" for reason, count in left.most_common(3))
     older = "; an earlier whole file was kept" if any(part.state == "older kept" for part in made) else ""
     return f"amber: incomplete ({why}){older}: the next start goes on; {asked} so far, {policy}"
+
+
+def other_models(made: list[Part], who: Answerer) -> dict[str, set[str]]:
+    """{model: datasets} of what another model than the target wrote, in this start or an earlier one; a part tells by
+    its report. Empty where all is the target's own."""
+    found: dict[str, set[str]] = {}
+    for part in made:
+        if not part.report.get("on_policy", True):
+            found.setdefault(part.report.get("model", who.model), set()).add(part.dataset.name)
+    return found
 
 
 def files(made: list[Part], out_dir: Path) -> list[Path]:
@@ -194,6 +208,6 @@ def result(made: list[Part], who: Answerer, budget: Budget, rows: list[dict]) ->
     """For the stage's JSON twin."""
     reports = [part.report for part in made]
     return {"records": sum(r["records"] for r in reports), "tokens": sum(r["tokens"] for r in reports),
-            "supervised": sum(r["supervised"] for r in reports), "on_policy": who.on_policy, "model": who.model,
-            "incomplete": any(part.incomplete for part in made), "datasets": rows, "accounts": accounts(made),
+            "supervised": sum(r["supervised"] for r in reports), "model": who.model,
+            "on_policy": not other_models(made, who), "incomplete": any(part.incomplete for part in made), "datasets": rows, "accounts": accounts(made),
             "reasons": reasons(made), "this_start": this_start(made, budget), "spent": asdict(budget.spent)}

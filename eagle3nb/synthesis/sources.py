@@ -77,7 +77,8 @@ def datasets(prompts: list[str], *, regenerate: list[str] = (), data_root: str |
     for name in only:
         if name not in names:
             raise UserError(f"datasets: nothing in prompts makes {name!r}; there are {', '.join(names) or 'none'}")
-    kept = [d for d in found if (not only or d.name in only) and not is_excluded(d.name, [] if only else exclude, names)]
+    left_out = [] if only else exclude
+    kept = [d for d in found if (not only or d.name in only) and not is_excluded(d.name, left_out, names)]
     if not kept:
         raise UserError("there is nothing to make: name prompts, or take a dataset out of exclude")
     return kept

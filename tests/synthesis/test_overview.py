@@ -59,8 +59,14 @@ def test_datasets_are_summed_over_their_parts():
     titles = [title for title, _, _ in overview.examples(parts, Path("out"), 1)]
     assert len(titles) == 3 and all(title.startswith("X1_test, ") for title in titles)
     assert overview.accounts(parts) == [{"dataset": "X1_test", "given": 16, "succeeded": 16, "failed": 0, "skipped": 0}]
-    assert overview.verdict(parts, says(on_policy=False).answerer) == (
-        f"10 records, {row['tokens']:,} tokens in X1_test, off-policy: other/model answered")
+    sizes = f"10 records, {row['tokens']:,} tokens in X1_test"
+    assert overview.verdict(parts, says(on_policy=False).answerer) == f"{sizes}, on-policy"  # of an earlier start
+    other = made(says(on_policy=False), part=1, out="other")[0]
+    assert overview.verdict([other], says().answerer).endswith(" in X1_test, off-policy: other/model answered")
+    assert not overview.result([other], says().answerer, Budget(), [])["on_policy"]
+    anew = made(says(), of=replace(dataset(), name="X1_test_on_policy"), out="other")[0]
+    assert overview.verdict([other, anew], says().answerer).endswith(
+        " in 2 datasets, off-policy: other/model answered all but X1_test_on_policy")
     told = overview.result(parts, says().answerer, Budget(spent=Spent(16, 9, 9)), [row])
     assert json.loads(json.dumps(told))["incomplete"] is False and told["records"] == 10
     assert told["spent"]["requests"] == 16

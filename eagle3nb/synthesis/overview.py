@@ -209,5 +209,6 @@ def result(made: list[Part], who: Answerer, budget: Budget, rows: list[dict]) ->
     reports = [part.report for part in made]
     return {"records": sum(r["records"] for r in reports), "tokens": sum(r["tokens"] for r in reports),
             "supervised": sum(r["supervised"] for r in reports), "model": who.model,
-            "on_policy": not other_models(made, who), "incomplete": any(part.incomplete for part in made), "datasets": rows, "accounts": accounts(made),
+            "on_policy": not other_models(made, who), "incomplete": any(part.incomplete for part in made),
+            "datasets": rows, "accounts": accounts(made),
             "reasons": reasons(made), "this_start": this_start(made, budget), "spent": asdict(budget.spent)}

@@ -96,6 +96,6 @@ def by_source(lines: list[dict]) -> list[dict]:
     if not held_out:
         return []
     first, best = held_out[0]["sources"], max(held_out, key=lambda line: line["acceptance"])["sources"]
-    return [{"source": name, "slots": best[name]["counted"], "loss": best[name]["loss"],
+    return [{"source": name, "slots": best[name]["counted"], "weighted sum of losses": best[name]["loss"],
              "acceptance at the start": first[name]["acceptance"], "acceptance": best[name]["acceptance"]}
             for name in sorted(best, key=lambda name: -best[name]["counted"])]

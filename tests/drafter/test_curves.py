@@ -72,6 +72,6 @@ def test_a_table_of_sources():
         "A2": {"loss": 2 - a, "acceptance": a, "counted": 5}, "B1": {"loss": 3 - a, "acceptance": a + 1, "counted": 9}}}
         for a in (1.0, 1.5, 1.4)]
     assert by_source(lines) == [
-        {"source": "B1", "slots": 9, "loss": 1.5, "acceptance at the start": 2.0, "acceptance": 2.5},
-        {"source": "A2", "slots": 5, "loss": 0.5, "acceptance at the start": 1.0, "acceptance": 1.5}]
+        {"source": "B1", "slots": 9, "weighted sum of losses": 1.5, "acceptance at the start": 2.0, "acceptance": 2.5},
+        {"source": "A2", "slots": 5, "weighted sum of losses": 0.5, "acceptance at the start": 1.0, "acceptance": 1.5}]
     assert by_source(evaluations([1], [2.0])) == []

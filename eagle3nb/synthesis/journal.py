@@ -16,10 +16,11 @@ from pathlib import Path
 import xxhash
 
 from eagle3nb.errors import UserError
-from eagle3nb.files import shown
+from eagle3nb.files import disk_free, shown
 from eagle3nb.synthesis.budget import Spent
 from eagle3nb.synthesis.endpoint import GOOD, Answer, Ask, Sampling
 
+ROOM = 1 << 20  # bytes that the disk of an endpoint's journal must have free before anything is asked
 HEAD = b'"answers of an endpoint, 1"'
 # Reasons of "failed" that stand: asking once more would not change them.
 LASTING = ("empty", "half a character", "longer than the context")
@@ -82,6 +83,8 @@ def opened(path: Path, mark: str = "", asked=None):
     """The Journal of a part. With `mark`: one fingerprint for all of it, and what stands there under another goes. With
     `asked` (print_of): one for each answer, and everything stays. A last line that a kill cut off is not counted."""
     head = mark.encode() if mark else HEAD
+    if asked and disk_free(path) < ROOM:  # what cannot be noted would be paid for again by the next start
+        raise UserError(f"the disk of {shown(path)} is full; free space, then start again: nothing was asked")
     with open(path, "ab") as handle:
         hold(handle, path)
         lines = path.read_bytes().split(b"\n")

@@ -14,7 +14,7 @@ from synthesis.speaking import END, TOOLS
 from synthesis.test_endpoint import SAMPLING, chat
 
 from eagle3nb.errors import UserError
-from eagle3nb.synthesis import faults, overview
+from eagle3nb.synthesis import faults, journal, overview
 from eagle3nb.synthesis.answerer import Answerer, connect
 from eagle3nb.synthesis.answers import alone, file_of, journal_of
 from eagle3nb.synthesis.budget import Budget
@@ -113,12 +113,19 @@ def test_one_folder_under_two_names_is_made_once():
     with (alone(file_of(OUT.absolute(), "X1_test", 0)), pytest.raises(UserError, match="by another run"),
           alone(file_of(Path("other").absolute(), "X1_test", 0))):
         pass
-    journal = journal_of(OUT, "X1_test", 0, False)  # as another checkout has it, whose locks lie elsewhere
-    with open(journal, "ab") as handle, FaultyServer() as server:
+    path = journal_of(OUT, "X1_test", 0, False)  # as another checkout has it, whose locks lie elsewhere
+    with open(path, "ab") as handle, FaultyServer() as server:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="answers.journal is being written by another run"):
             asked(server.url, OUT)
         assert not server.seen
+
+
+def test_on_a_full_disk_nothing_is_asked(monkeypatch):
+    monkeypatch.setattr(journal, "disk_free", lambda path: 1000)
+    with FaultyServer() as server, pytest.raises(UserError, match="is full; free space"):
+        asked(server.url, OUT)
+    assert not server.seen
 
 
 def test_what_is_known_is_of_these_settings():

@@ -1,6 +1,7 @@
 """`eagle3nb run --dry-run`: what it says, what it refuses, and that it writes nothing."""
 
 import hashlib
+import json
 import re
 
 import pytest
@@ -61,7 +62,9 @@ def test_what_is_unchanged_would_be_kept(project, capfd, monkeypatch):
 
 def test_the_reason_is_the_runners(project, capfd):
     (project / "outputs/halted").mkdir()
-    (project / "outputs/halted/1_audit.json").write_text('{"status": "failed", "error": "disk full"}')
+    (project / "outputs/halted/1_audit.json").write_text(json.dumps({
+        "stage": "audit", "status": "failed", "error": "disk full", "parameters": {}, "provenance": {}, "inputs": [],
+        "outputs": [], "result": {}, "cost": {}}))
     code, out, _ = said(capfd, "--run", "halted", "--stages", "audit")
     assert code == 0 and "would run: failed before: disk full" in out
 

@@ -6,6 +6,7 @@ record. The same figures go, at most twice a second, to the file named by EAGLE3
 
 import os
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -14,6 +15,16 @@ from tqdm import tqdm
 from eagle3nb.files import write_json
 
 tqdm.monitor_interval = 0  # no thread of its own: a fork while it holds the lock leaves a child that waits for ever
+
+
+def own_lock() -> None:
+    """A lock of this process alone. tqdm's own is shared with all forks: one that is killed while it draws its bar
+    holds it for good, and the others wait for ever."""
+    tqdm.set_lock(threading.RLock())
+
+
+own_lock()
+os.register_at_fork(after_in_child=own_lock)
 
 
 class Bar:

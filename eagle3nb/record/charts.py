@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 460, 290
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 44  # margins for ticks and names
+LEFT, RIGHT, TOP, BOTTOM = 52, 26, 10, 44  # margins for ticks and names
 MOST = 240  # points of a line; of more, neighbours are drawn as their mean
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "1 5", "12 5")
 KINDS = 6  # colours, markers and dashes each; beyond that they come again

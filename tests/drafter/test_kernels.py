@@ -28,7 +28,8 @@ def test_kernels_in_the_interpreter():
 
 def test_benchmark_at_its_smallest(tmp_path):
     """Shapes, references and the table; the figures of an interpreter mean nothing."""
-    told = interpreted(HERE.parent / "benchmarks" / "attention_and_loss.py", "--tiny", "--json", tmp_path / "found.json")
+    benchmark = HERE.parent / "benchmarks" / "attention_and_loss.py"
+    told = interpreted(benchmark, "--tiny", "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert {row["what"] for row in found["rows"]} == {"attention forward", "attention backward", "cross-entropy"}
     assert all(row["error"] < 1e-5 for row in found["rows"] if row["by"] == "kernel")

@@ -104,8 +104,8 @@ def times() -> str:
 def total_time() -> str:
     return prose(
         f"Measured for the specimen: {span(round(seconds()))} after set-up, on "
-        f"{WORDS[twin('evaluation')['provenance']['cores']]} cores with nothing else running; a slower machine trains "
-        "fewer epochs, so that it stays near ten minutes.")
+        f"{WORDS[twin('evaluation')['provenance']['cores']]} cores that now and then had other "
+        "work; a slower machine trains fewer epochs, so that it stays near ten minutes.")
 
 
 def merge_console() -> str:

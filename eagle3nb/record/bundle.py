@@ -60,7 +60,7 @@ def bundle(name: str, out: str = "", allow=()) -> int:
 
 def whole(run: Run) -> Run:
     """The run; UserError where its record may change at any moment, or cannot be read."""
-    if runs.held(run.folder / "work" / ".runner" / "lock"):
+    if runs.held(run.folder):
         raise UserError(f"run {run.name} is under way; wait until it has ended (eagle3nb status {run.name})")
     if run.damaged:
         raise UserError(f"run {run.name}: {'; '.join(run.damaged.values())}; delete it and run the stage again")

@@ -110,11 +110,16 @@ def prose(source: str) -> str:
     return re.sub(r'<a class="anchor-link".*?</a>', "", markdown2html(source), flags=re.DOTALL)
 
 
+def role(output: dict) -> str:
+    """What an output is to the record ("verdict"); "" of most."""
+    return output.get("metadata", {}).get("eagle3nb", {}).get("role", "")
+
+
 def merged(outputs: list[dict]) -> list[dict]:
     """The outputs, neighbouring texts of one stream as one; without the verdict, which stands on top."""
     found = []
     for output in outputs:
-        if output.get("metadata", {}).get("eagle3nb", {}).get("role") == "verdict":
+        if role(output) == "verdict":
             continue
         if output["output_type"] == "stream":
             text = "".join(output["text"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from eagle3nb.files import atomic_write, read_json, shown
 from eagle3nb.record import tables
 from eagle3nb.record.declared import notebook_of, stem
-from eagle3nb.record.page import page, shell, verdict_html
+from eagle3nb.record.page import page, role, shell, verdict_html
 from eagle3nb.record.provenance import scrubbed
 
 
@@ -33,10 +33,6 @@ def finish_notebook(partial: Path, stage: str, twin: dict, again: str, scrub) ->
     book["metadata"]["papermill"] = book["metadata"].get("papermill", {}) | {
         "input_path": shown(notebook_of(stage)), "output_path": shown(record), "exception": twin["status"] != "ok"}
     return scrubbed(book, scrub)
-
-
-def role(output: dict) -> str:
-    return output.get("metadata", {}).get("eagle3nb", {}).get("role", "")
 
 
 def mark_unfinished(cells: list[dict]) -> None:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 
 from eagle3nb.files import project_root, read_json, shown, write_json
 from eagle3nb.lock import only_one
@@ -24,6 +23,7 @@ from eagle3nb.record.declared import USUAL, notebook_hash, notebook_of, stem
 from eagle3nb.record.family import MARK, end_family
 from eagle3nb.record.params import Settings, load
 from eagle3nb.record.provenance import parameters_hash, scrubber, shareable
+from eagle3nb.record.runs import state_folder
 from eagle3nb.record.stage import Paths, paths_of
 from eagle3nb.record.unchanged import why_run
 
@@ -65,15 +65,10 @@ def run(profile: str, *, name: str = "", stages=USUAL, overrides=(), force: bool
     return 0
 
 
-def state_folder(paths: Paths) -> Path:
-    """Where the runner keeps lock, progress and logs: in the run's own folder, whatever work_dir says; not in git."""
-    return paths.run / "work" / ".runner"
-
-
 def locked(paths: Paths):
     """Holds the run: a second runner on the same run is refused. The system frees it however this process ends."""
     busy = f"run {paths.run.name} is under way already; wait, or choose another --run"
-    return only_one(state_folder(paths) / "lock", wait=False, busy=busy)
+    return only_one(state_folder(paths.run) / "lock", wait=False, busy=busy)
 
 
 def locked_work(paths: Paths):
@@ -111,7 +106,7 @@ class Execution:
         self.stage, self.settings, self.paths, self.deadline = stage, settings, paths, deadline
         self.scrub = scrubber(settings.full)
         self.command, self.mark = self.scrub(command), uuid.uuid4().hex
-        self.state = state_folder(paths)
+        self.state = state_folder(paths.run)
         self.partial = paths.run / f"{stem(stage)}.ipynb.partial"
         self.twin_path = paths.run / f"{stem(stage)}.json"
         self.outcome, self.progress = self.state / "outcome.json", self.state / "progress.json"

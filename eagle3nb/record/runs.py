@@ -81,10 +81,15 @@ def at(value, path: str, kind: type | tuple = object):
     return value if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool) else None
 
 
-def held(lock: Path) -> bool:
-    """Whether a runner holds the lock of its run. Asked with a shared lock, given back at once."""
+def state_folder(folder: Path) -> Path:
+    """Where the runner keeps lock, progress and logs: in the run's own folder, whatever work_dir says; not in git."""
+    return folder / "work" / ".runner"
+
+
+def held(folder: Path) -> bool:
+    """Whether a runner holds the run of this folder. Asked with a shared lock, given back at once."""
     try:
-        with open(lock) as handle:
+        with open(state_folder(folder) / "lock") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except FileNotFoundError:
@@ -162,7 +167,7 @@ def status(run: Run) -> str:
     if run.damaged or len(unfinished) > len(under_way):
         return "failed"
     if under_way:
-        return "running" if held(run.folder / "work" / ".runner" / "lock") else "failed"
+        return "running" if held(run.folder) else "failed"
     return "ok"
 
 
@@ -334,6 +339,6 @@ def work_file(run: Run, stage: str, ending: str) -> tuple[Path | None, str]:
 def work_folder(run: Run) -> Path:
     """Where the runner says that this run's work lies; records hide folders outside the project."""
     try:
-        return Path(json.loads((run.folder / "work" / ".runner" / "status.json").read_text(encoding="utf-8"))["work"])
+        return Path(json.loads((state_folder(run.folder) / "status.json").read_text(encoding="utf-8"))["work"])
     except (OSError, ValueError, KeyError, TypeError):
         return run.folder / "work"

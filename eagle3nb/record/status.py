@@ -8,8 +8,7 @@ from pathlib import Path
 from eagle3nb.errors import UserError
 from eagle3nb.files import shown
 from eagle3nb.record import console
-from eagle3nb.record.run import state_folder
-from eagle3nb.record.runs import held, read_run
+from eagle3nb.record.runs import held, read_run, state_folder
 from eagle3nb.record.stage import paths_of
 from eagle3nb.record.tables import number, span
 
@@ -22,8 +21,8 @@ def status(run: str, once: bool = False, every: float = 2.0) -> int:
         raise UserError(f"no run {run!r} in outputs/ (runs: {', '.join(known) or 'none'})")
     before = ""
     while True:
-        running = held(state_folder(paths) / "lock")
-        text = picture(paths.run, state_folder(paths), running)
+        running = held(paths.run)
+        text = picture(paths.run, state_folder(paths.run), running)
         if text != before:
             print(text, flush=True)
         before = text

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 from jinja2 import TemplateError
 
-from eagle3nb.corpus.masks import encode, mask_from_markers, mask_from_prefixes, render
+from eagle3nb.corpus.masks import encode, mask_from_markers, mask_from_prefixes, render, spans
 from eagle3nb.corpus.template import THINKING, Template
 
 SYSTEM, TOOLS = ("system", "developer"), ("tool", "function")
@@ -190,8 +190,7 @@ def text_call_fault(text: str, cut: bool = False) -> str:
 def tool_fault_in_ids(record, rules, cut: bool) -> str:
     """`text_call_fault` of the supervised spans of a row that has no messages, decoded."""
     mask = record.mask if record.mask is not None else mask_from_markers(record.ids, rules.markers)
-    edges = np.flatnonzero(np.diff(mask, prepend=np.uint8(0), append=np.uint8(0))).reshape(-1, 2)
-    for begin, end in edges.tolist():
+    for begin, end in spans(mask).tolist():
         text = _decoded(rules.tokenizer, record.ids[begin:end])
         if fault := text_call_fault(text, cut and end == len(mask)):
             return f"answer at token {begin}: {fault}"

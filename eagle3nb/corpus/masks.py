@@ -189,6 +189,11 @@ def mask_from_prefixes(messages: list[dict], tokenizer, tools=None, turns=None) 
     return np.asarray(ids, np.int32), mask
 
 
+def spans(mask: np.ndarray) -> np.ndarray:
+    """int64 [n, 2]: begin and end of each run of ones in a mask uint8 [T]."""
+    return np.flatnonzero(np.diff(mask, prepend=np.uint8(0), append=np.uint8(0))).reshape(-1, 2)
+
+
 def teacher_positions(mask: np.ndarray) -> np.ndarray:
     """int32[S]: the positions p with l[p]·l[p+1] = 1, where the target's distribution is needed."""
     return np.flatnonzero(mask[:-1].astype(bool) & mask[1:].astype(bool)).astype(np.int32)

@@ -71,8 +71,8 @@ def find_sources(data_root: str | Path, exclude=(), include=()) -> list[Source]:
     """Dataset directories below `data_root`, by name: those included (all, if `include` is empty), less those excluded.
 
     An entry is a directory's name or, where none has that name, what stands before the first "_": "A1" matches
-    A1_longform. Raises UserError where
-    the root is missing or holds no dataset, where an entry matches nothing or stands in both lists.
+    A1_longform. Raises UserError where the root is missing or holds no dataset, where an entry matches nothing or
+    stands in both lists.
     """
     root = resolve(data_root)
     if not root.is_dir():

@@ -181,7 +181,8 @@ def survey(data_root, *, rules: Rules, vocab_size: int, needles: Needles | None 
     shared = Looking(rules, _template(rules), needles, tuple(sorted({*lengths, rules.max_seq_len})))
     find_sources(data_root, exclude)
     sources = find_sources(data_root)
-    seen = [SourceSurvey(source.name, is_excluded(source.name, exclude, [s.name for s in sources]),
+    names = [source.name for source in sources]
+    seen = [SourceSurvey(source.name, is_excluded(source.name, exclude, names),
                          [file_name(source, f) for f in range(len(source.files))], source.bytes, Tally(source.name),
                          vocab_size, dict.fromkeys(shared.lengths, 0)) for source in sources]
     rows = Rows(named_files(sources))

@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from eagle3nb.corpus.hits import Hits, first_by_row
-from eagle3nb.corpus.masks import ANSWERS, FUSING, USERS, Markers, encode, render
+from eagle3nb.corpus.masks import ANSWERS, FUSING, USERS, Markers, encode, render, spans
 from eagle3nb.corpus.patterns import ends_with, find_all, in_one_row
 
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"))
@@ -199,9 +199,9 @@ def template_hits(ids: np.ndarray, mask: np.ndarray, has_mask: np.ndarray, deriv
     if not len(ids):
         return
     own = mask if has_mask.all() else np.where(np.repeat(has_mask, np.diff(starts)), mask, derived)
-    edges = np.flatnonzero(np.diff(derived, prepend=np.uint8(0), append=np.uint8(0)))  # a header parts any two spans
+    begins, ends = spans(derived).T  # a header parts any two
     spoken = np.maximum.reduceat(derived, starts[:-1]) > 0
-    batch = _Batch(ids, own, derived, starts, spoken, edges[::2], edges[1::2],
+    batch = _Batch(ids, own, derived, starts, spoken, begins, ends,
                    np.flatnonzero(ids == markers.end_of_turn))
     named = (*template.spelled, *template.foreign, ("user", template.user))
     found = [(in_one_row(at, len(pattern), starts), name)

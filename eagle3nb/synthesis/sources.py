@@ -21,7 +21,7 @@ import orjson
 
 from eagle3nb.acceptance.prompts import IDS, PACKAGES, prompt_sets
 from eagle3nb.corpus.lines import Chunk, read
-from eagle3nb.corpus.masks import Markers, mask_from_markers
+from eagle3nb.corpus.masks import Markers, mask_from_markers, spans
 from eagle3nb.corpus.records import Unusable, conversation, find_sources, is_excluded
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, shown
@@ -251,10 +251,10 @@ def supervised(row: dict, answers: int, markers: Markers | None) -> list[bool] |
     """Of each answer whether the row's mask supervises any of it; all where it has none. None: it cannot be told."""
     if "input_ids" not in row or row.get("loss_mask") is None or markers is None:
         return [True] * answers
-    spans = mask_from_markers(np.asarray(row["input_ids"], np.int64), markers)
-    edges = np.flatnonzero(np.diff(spans, prepend=np.uint8(0), append=np.uint8(0))).reshape(-1, 2)
+    derived = mask_from_markers(np.asarray(row["input_ids"], np.int64), markers)
+    edges = spans(derived)
     if "messages" not in row and len(edges) == answers + 1:  # cut in its last answer: `prompt` ends before that
         edges = edges[:answers]
-    if len(edges) != answers or len(row["loss_mask"]) != len(spans):
+    if len(edges) != answers or len(row["loss_mask"]) != len(derived):
         return None
     return [any(row["loss_mask"][begin:end]) for begin, end in edges.tolist()]

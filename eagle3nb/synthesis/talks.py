@@ -18,7 +18,15 @@ from itertools import product
 import numpy as np
 
 from eagle3nb.corpus.loops import ends_in_circles
-from eagle3nb.corpus.masks import Markers, encode, find_markers, mask_from_markers, mask_from_prefixes, render
+from eagle3nb.corpus.masks import (
+    Markers,
+    encode,
+    find_markers,
+    mask_from_markers,
+    mask_from_prefixes,
+    render,
+    spans,
+)
 from eagle3nb.corpus.template import THINKING
 from eagle3nb.progress import progress
 from eagle3nb.synthesis.endpoint import Answer
@@ -290,11 +298,11 @@ def agree(row: Row, prompt: Prompt, language: Language) -> str:
     """
     derived = mask_from_markers(np.asarray(row.ids), language.markers)
     speakers = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
-    spans = runs(derived)
+    answers = spans(derived).tolist()
     if not row.own.issuperset(speakers):
-        if len(spans) != len(speakers):
+        if len(answers) != len(speakers):
             return ""
-        for place, (begin, end) in zip(speakers, spans, strict=True):
+        for place, (begin, end) in zip(speakers, answers, strict=True):
             derived[begin:end] *= place in row.own
     own, stable = np.array(row.mask, np.uint8), language.markers.stable
     if not np.array_equal(derived, own) and (stable or not thoughts_alone(derived, own, row.ids, language)):
@@ -310,16 +318,11 @@ def agree(row: Row, prompt: Prompt, language: Language) -> str:
 
 def thoughts_alone(a: np.ndarray, b: np.ndarray, ids: list[int], language: Language) -> bool:
     """Whether two masks differ in nothing but thought marks and blanks, each time right before a span of both."""
-    for begin, end in runs((a != b).astype(np.uint8)):
+    for begin, end in spans((a != b).astype(np.uint8)).tolist():
         marks = [token for token in ids[begin:end] if language.tokenizer.decode([token]).strip()]
         if not language.free.issuperset(marks) or end == len(ids) or not a[end] or not b[end]:
             return False
     return True
-
-
-def runs(mask: np.ndarray) -> list[list[int]]:
-    """[begin, end] of each run of ones."""
-    return np.flatnonzero(np.diff(mask, prepend=np.uint8(0), append=np.uint8(0))).reshape(-1, 2).tolist()
 
 
 # ---------------------------------------------------------------------------------------------------- records

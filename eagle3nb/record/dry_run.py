@@ -12,7 +12,6 @@ from eagle3nb.files import resolve, shown
 from eagle3nb.record import console
 from eagle3nb.record.declared import USUAL
 from eagle3nb.record.params import Settings, declarations, load, profile_folder, read_yaml
-from eagle3nb.record.run import state_folder
 from eagle3nb.record.runs import held
 from eagle3nb.record.stage import Paths, paths_of
 from eagle3nb.record.unchanged import why_run
@@ -52,7 +51,7 @@ def dry_run(profile: str, *, name: str = "", stages=USUAL, overrides=(), force: 
     print("\nNothing was started and nothing was written.", flush=True)
     for problem, concerned in problems.items():
         console.warn(f"{', '.join(concerned)}: {problem}")
-    if busy := held(state_folder(paths) / "lock"):
+    if busy := held(paths.run):
         console.warn(f"run {paths.run.name} is under way; it would be refused until that ends")
     return 2 if problems or busy else 0
 
@@ -126,9 +125,8 @@ def engine(p: dict, *_) -> None:
 def synthesis(p: dict, *_) -> None:
     """Prompts are read and the endpoint's settings checked; nobody is asked anything."""
     from eagle3nb.corpus.records import find_sources
+    from eagle3nb.synthesis.answerer import endpoint_of
     from eagle3nb.synthesis.budget import Budget
-    from eagle3nb.synthesis.openai_endpoint import OpenAIEndpoint
-    from eagle3nb.synthesis.sglang_endpoint import SGLangEndpoint
     from eagle3nb.synthesis.sources import datasets
 
     if p["regenerate"]:
@@ -141,12 +139,8 @@ def synthesis(p: dict, *_) -> None:
     budget = Budget(p["budget_tokens"], p["budget_requests"], p["budget_money"])
     if not p["endpoint"]:
         return engine(p)
-    if p["api"] not in ("openai", "sglang"):
-        raise UserError(f"api {p['api']!r} is unknown; choose openai (a chat API) or sglang (its own /generate)")
     options = {name: p[name] for name in ("key_variable", "concurrency", "timeout_s", "retries", "prices")}
-    if p["api"] == "sglang":
-        return SGLangEndpoint(p["endpoint"], **options, budget=budget).address.key()
-    return OpenAIEndpoint(p["endpoint"], extra=p["extra"], **options, budget=budget).address.key()
+    return endpoint_of(p["endpoint"], p["api"], p["model"], p["extra"], **options, budget=budget).address.key()
 
 
 def data(p: dict, _paths, earlier: list[str]) -> None:

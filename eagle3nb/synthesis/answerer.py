@@ -95,16 +95,11 @@ def connect(folder: Path, *, engine: str = "transformers", endpoint: str = "", a
         if engine not in ("transformers", "sglang"):
             raise UserError(f"engine {engine!r} is unknown; choose transformers or sglang")
         return Answerer(TargetHere(folder, engine), "", True, True, facts_of(folder).max_positions)
-    if api not in ("openai", "sglang"):
-        raise UserError(f"api {api!r} is unknown; choose openai (a chat API) or sglang (its own /generate)")
-    if extra and api != "openai":
-        raise UserError("extra is for api openai; leave it empty")
     options = {"key_variable": key_variable, "concurrency": concurrency, "timeout_s": timeout_s, "retries": retries,
                "prices": prices, "budget": budget}
     if tokenizer is not None:
         options["count_tokens"] = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    made = SGLangEndpoint(endpoint, **options) if api == "sglang" else OpenAIEndpoint(
-        endpoint, model, extra=extra, **options)
+    made = endpoint_of(endpoint, api, model, extra, **options)
     found = made.check()
     served = [name for name in (found.get("root"), found["model"]) if name]
     if model and api == "sglang" and last(model) not in map(last, served):
@@ -113,6 +108,17 @@ def connect(folder: Path, *, engine: str = "transformers", endpoint: str = "", a
     ours = last(str(folder)) in map(last, served)
     return Answerer(made, model_name(found["model"]), ours if on_policy is None else on_policy, api == "sglang",
                     found=found, extra=dict(extra or {}))
+
+
+def endpoint_of(endpoint: str, api: str, model: str, extra: dict | None, **options):
+    """The endpoint of these settings, which is not asked yet. UserError for what cannot be."""
+    if api not in ("openai", "sglang"):
+        raise UserError(f"api {api!r} is unknown; choose openai (a chat API) or sglang (its own /generate)")
+    if extra and api != "openai":
+        raise UserError("extra is for api openai; leave it empty")
+    if api == "sglang":
+        return SGLangEndpoint(endpoint, **options)
+    return OpenAIEndpoint(endpoint, model, extra=extra, **options)
 
 
 def last(name: str) -> str:

@@ -175,7 +175,7 @@ class Work:
                  journal: Journal):
         self.talks = {talk.prompt.id: talk for talk in talks}
         self.answerer, self.language, self.seed, self.sampling = answerer, language, seed, sampling
-        self.journal, self.counts, self.asks, self.lost = journal, Counter(), Counter(), Counter()
+        self.journal, self.counts, self.asks, self.lost = journal, Counter(), Counts(), Counter()
 
     def first(self) -> list[Ask]:
         """What is to be asked first of each talk."""
@@ -183,10 +183,10 @@ class Work:
         with progress(known, "answers of earlier starts", "answers") if known else nullcontext() as bar:
             found = []
             for talk in self.talks.values():
-                before = self.asks["given"]
+                before = self.asks.given
                 found.append(self.next(talk))
                 if bar:
-                    bar.advance(self.asks["given"] - before)
+                    bar.advance(self.asks.given - before)
         return [ask for ask in found if ask]
 
     def next(self, talk: Talk) -> Ask | None:
@@ -200,7 +200,7 @@ class Work:
             found = self.journal.find(ask)
             if found is None:
                 return ask
-            self.count(found)
+            self.asks.take(found)
             take(talk, found, self.language, self.counts)
         return None
 
@@ -210,7 +210,7 @@ class Work:
     def done(self, ask: Ask, answer: Answer) -> list[Ask]:
         """An answer that has come: noted, judged; the next ask of its talk."""
         self.journal.note(ask, answer)
-        self.count(answer)
+        self.asks.take(answer)
         talk = self.talks[ask.key[0]]
         if not lasts(answer):
             talk.over, talk.why = True, f"{answer.outcome}: {answer.reason}"
@@ -219,11 +219,6 @@ class Work:
         take(talk, answer, self.language, self.counts)
         following = self.next(talk)
         return [following] if following else []
-
-    def count(self, answer: Answer) -> None:
-        self.asks["given"] += 1
-        came = answer.outcome in ("", *GOOD)
-        self.asks["succeeded" if came else "skipped" if answer.outcome == "skipped" else "failed"] += 1
 
     def facts(self, talk: Talk) -> dict | None:
         """What every record of an endpoint's says of it."""
@@ -307,7 +302,7 @@ def summary(dataset: Dataset, sizes: dict, work: Work, complete: bool, mark: str
     more = {"limit": dataset.limit, "left_out": dataset.left_out, "ended_early": dict(sorted(ended.items()))}
     if not work.answerer.here:
         more |= {"model": work.answerer.model, "on_policy": work.answerer.on_policy,
-                 "asks": {name: work.asks[name] for name in ("given", "succeeded", "failed", "skipped")},
+                 "asks": {name: getattr(work.asks, name) for name in ("given", "succeeded", "failed", "skipped")},
                  "lost": dict(sorted(work.lost.items())), "spent": asdict(work.journal.spent), "complete": complete}
     return report | {name: value for name, value in more.items() if value or isinstance(value, bool)}
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from eagle3nb.corpus.masks import encode, render
+from eagle3nb.corpus.masks import encode, render, spans
 from eagle3nb.synthesis.answerer import Answerer
 from eagle3nb.synthesis.answers import Part, file_of, known_turns, report_of
 from eagle3nb.synthesis.budget import Budget, Spent
 from eagle3nb.synthesis.endpoint import GOOD, Counts, texts
 from eagle3nb.synthesis.sources import Dataset
-from eagle3nb.synthesis.talks import ALONE, DROPPED, Language, begun, runs
+from eagle3nb.synthesis.talks import ALONE, DROPPED, Language, begun
 
 WORDS = {ALONE: ("an answer was kept", "the mask checked by the template's markers alone"),
          DROPPED: ("an answer was kept", "without its thought, for which the template has no place")}
@@ -80,10 +80,10 @@ def glue_of(language: Language) -> int:
     return lengths[1] - lengths[0] - sum(len(encode(language.tokenizer, text)) for text in ("Well", "Hi"))
 
 
-def by_dataset(made: list[Part], out_dir: Path, max_seq_len: int) -> list[dict]:
-    """A row a dataset, over its parts: what was made of it, and what was not."""
+def by_dataset(made: list[Part], measured: list[tuple], max_seq_len: int) -> list[dict]:
+    """A row a dataset, over its parts: what was made of it, and what was not. `measured`: of `lengths`."""
     rows = {}
-    for part in made:
+    for part, (_, lengths_of_rows) in zip(made, measured, strict=True):
         row = rows.setdefault(part.dataset.name, Counter())
         report, answers = part.report, part.report["answers"]
         for name in ("prompts", "records", "tokens", "supervised"):
@@ -94,7 +94,7 @@ def by_dataset(made: list[Part], out_dir: Path, max_seq_len: int) -> list[dict]:
         row["failed"] += sum(n for why, n in report.get("lost", {}).items() if why.startswith("failed"))
         row["skipped"] += sum(n for why, n in report.get("lost", {}).items() if why.startswith("skipped"))
         row["left out"] += sum(report.get("left_out", {}).values())
-        row[f"over {max_seq_len:,} tokens"] += sum(n > max_seq_len for n in lengths_of(part, out_dir)[1])
+        row[f"over {max_seq_len:,} tokens"] += sum(n > max_seq_len for n in lengths_of_rows)
     states = {name: Counter(part.state for part in made if part.dataset.name == name) for name in rows}
     return [{"dataset": name, **row, "state": ", ".join(states[name])} for name, row in rows.items()]
 
@@ -121,20 +121,25 @@ def reasons(made: list[Part]) -> list[dict]:
     return [{"dataset": name, "what": what, "why": why, "times": count} for (name, what, why), count in rows.items()]
 
 
+def lengths(made: list[Part], out_dir: Path) -> list[tuple[list[int], list[int]]]:
+    """`lengths_of` each part, for what shows them: the files, of up to a hundred million tokens, are read once."""
+    return [lengths_of(part, out_dir) for part in made]
+
+
 def lengths_of(part: Part, out_dir: Path) -> tuple[list[int], list[int]]:
     """(tokens of each answer, tokens of each row) of a part's file; empty where there is none."""
     answers, rows = [], []
     for record in rows_of(part, out_dir):
         rows.append(len(record["input_ids"]))
-        answers += [end - begin for begin, end in runs(np.array(record["loss_mask"], np.uint8))]
+        answers += [end - begin for begin, end in spans(np.array(record["loss_mask"], np.uint8)).tolist()]
     return answers, rows
 
 
-def answer_lengths(made: list[Part], out_dir: Path) -> dict[str, list[int]]:
-    """{dataset: tokens of each of its answers}, over its parts."""
+def answer_lengths(made: list[Part], measured: list[tuple]) -> dict[str, list[int]]:
+    """{dataset: tokens of each of its answers}, over its parts. `measured`: of `lengths`."""
     found = {}
-    for part in made:
-        found.setdefault(part.dataset.name, []).extend(lengths_of(part, out_dir)[0])
+    for part, (answers, _) in zip(made, measured, strict=True):
+        found.setdefault(part.dataset.name, []).extend(answers)
     return found
 
 

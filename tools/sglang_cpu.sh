@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 dir=${1:-.venv-sglang}
 rm -f "$dir/.ready"
 "${PYTHON:-python3}" -m venv "$dir"
-pip=("$dir/bin/python" -m pip install --quiet --disable-pip-version-check)
+pip=("$dir/bin/python" -m pip install -qq --disable-pip-version-check)
 "${pip[@]}" torch==2.13.0
 "${pip[@]}" --no-deps sglang==0.5.23 torchvision==0.28.0
 # pip ends by listing what SGLang's metadata asks for and this environment leaves out: expected, and not an error.

@@ -9,6 +9,6 @@ cd "$(dirname "$0")/.."
 python=${1:-.venv/bin/python}
 dir=${2:-.cache/speculators}
 rm -rf "$dir" "$dir.partial"
-"$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$dir.partial" \
+"$python" -m pip install -qq --disable-pip-version-check --no-deps --target "$dir.partial" \
   speculators==0.9.0 hs-connectors==0.9.0 datasets==5.1.0 dill multiprocess openai sniffio
 mv "$dir.partial" "$dir"

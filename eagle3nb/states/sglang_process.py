@@ -27,6 +27,7 @@ from pathlib import Path
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import disk_free, resolve, shown
+from eagle3nb.interrupt import next_of
 from eagle3nb.lock import only_one
 from eagle3nb.states.sglang_plugin import FOLDER
 from eagle3nb.states.sglang_worker import GRACE
@@ -85,7 +86,7 @@ class EngineProcess:
     def reply(self, number: int) -> dict:
         """The answer to request `number`; older ones, whose asker was interrupted, are dropped with their states."""
         while True:
-            line = self.replies.get()
+            line = next_of(self.replies)
             if line is None:
                 self.replies.put(None)
                 raise UserError(self.why())

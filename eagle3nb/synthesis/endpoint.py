@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from eagle3nb.errors import UserError
+from eagle3nb.interrupt import next_of
 from eagle3nb.progress import progress
 from eagle3nb.synthesis.budget import Budget, Spent
 from eagle3nb.synthesis.faults import Fault
@@ -199,7 +200,7 @@ class Endpoint:
                             break
                         under_way[start(self._one(client, key, ask, sampling, most))] = ask, most
                     if under_way:
-                        future = arrived.get()
+                        future = next_of(arrived)
                         answer, fault = future.result()
                         ask, _ = under_way[future]
                     elif ask := following():

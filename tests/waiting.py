@@ -14,7 +14,7 @@ def until(condition, seconds: float = PATIENCE, pause: float = 0.01):
     """What condition() gives, once that is true; an AssertionError if it stays false."""
     end = time.monotonic() + seconds
     while True:
-        late = time.monotonic() > end  # asked before the condition: however long this stood still, it is asked once more
+        late = time.monotonic() > end  # before the condition: however long this stood still, it is asked once more
         if value := condition():
             return value
         assert not late, f"waited {seconds:.0f} s in vain"

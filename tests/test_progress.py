@@ -5,14 +5,9 @@ import signal
 import threading
 
 from tqdm import tqdm
+from waiting import PATIENCE
 
 from eagle3nb.progress import progress
-
-PATIENCE = 60  # seconds
-
-
-def late(*_):
-    raise TimeoutError("the bar waits for a process that is dead")
 
 
 def test_a_fork_killed_while_it_draws_holds_up_no_other(capsys):
@@ -24,13 +19,15 @@ def test_a_fork_killed_while_it_draws_holds_up_no_other(capsys):
         tqdm.get_lock().acquire()
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(PATIENCE)
-    try:
+
+    def draw():
         with progress(2, "after", "rows") as bar:
             bar.advance(2)
-    finally:
-        signal.alarm(0)
+
+    thread = threading.Thread(target=draw, daemon=True)  # not by an alarm, which is pytest-timeout's own
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "the bar waits for a process that is dead"
     assert "after" in capsys.readouterr().out
 
 
@@ -48,7 +45,7 @@ def test_a_fork_of_a_process_that_draws_has_a_lock_of_its_own():
     child = os.fork()
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(PATIENCE)  # ends it, should it wait
+        signal.alarm(int(PATIENCE))  # ends it, should it wait; a fork has no alarm of the process that it comes from
         with tqdm.get_lock():
             os._exit(0)
     over.set()

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from waiting import PATIENCE
 
 from eagle3nb.drafter.ahead import Ahead
 
@@ -12,16 +13,16 @@ def test_one_step_ahead_and_no_more():
 
     def make(step):
         begun[step].set()
-        assert may[step].wait(60)
+        assert may[step].wait(PATIENCE)
         made.append((step, threading.current_thread() is threading.main_thread()))
         return [step]
 
     may[0].set()
     with Ahead(make, 4) as ahead:
         assert ahead.take(0) == [0]
-        assert begun[1].wait(60)                   # while step 0 would compute
+        assert begun[1].wait(PATIENCE)             # while step 0 would compute
         may[1].set()
-        assert ahead.take(1) == [1] and begun[2].wait(60) and not begun[3].is_set()
+        assert ahead.take(1) == [1] and begun[2].wait(PATIENCE) and not begun[3].is_set()
         may[2].set()
         may[3].set()
         assert [ahead.take(step) for step in (2, 3)] == [[2], [3]] and not ahead.coming

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs pip i
 
 
 def interpreted(*arguments) -> str:
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=900,
+    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=850,
                           env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout

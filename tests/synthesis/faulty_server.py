@@ -12,10 +12,15 @@ does "drip", with a byte now and then.
 import json
 import select
 import socket
+import socketserver
 import threading
-from contextlib import suppress
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+from waiting import PATIENCE
 
 MODEL, FOLDER = "served-model", "/srv/models/served-model"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -99,6 +104,7 @@ class FaultyServer:
 
         class Server(ThreadingHTTPServer):
             daemon_threads, request_queue_size = True, 128
+            server_bind = socketserver.TCPServer.server_bind  # the usual one asks a name server for 127.0.0.1's name
 
         self.http = Server(("127.0.0.1", 0), Bound)
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
@@ -115,6 +121,14 @@ class FaultyServer:
     def asked(self, seed: int) -> list[Seen]:
         with self.lock:
             return [seen for seen in self.seen if seen.seed == seed]
+
+
+@contextmanager
+def nobody():
+    """`url` of a port that refuses every connection, and that no other process comes to listen at meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield SimpleNamespace(url=f"http://127.0.0.1:{taken.getsockname()[1]}")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -159,8 +173,9 @@ class Handler(BaseHTTPRequestHandler):
             self.end()
         elif deed == "drip":
             self.write(200, b"", {"Content-Length": "1000000"})
-            for _ in range(3000):  # a minute: an endpoint that would wait for ever is found out
-                self.wfile.write(b" " if not outer.closing.wait(0.02) else b"")
+            end = time.monotonic() + PATIENCE  # an endpoint that would wait for ever is found out
+            while not outer.closing.wait(0.02) and time.monotonic() < end:
+                self.wfile.write(b" ")
             self.end()
         elif deed == "not json":
             self.write(200, b"<html>Bad gateway</html>")

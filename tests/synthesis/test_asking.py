@@ -14,6 +14,7 @@ from synthesis.asking import PROMPTS, asked, dataset
 from synthesis.faulty_server import FOLDER, FaultyServer
 from synthesis.patience import Patience
 from synthesis.speaking import END, Says, call, naive
+from waiting import until
 
 from eagle3nb.corpus.overview import off_policy
 from eagle3nb.corpus.records import Source, tokens
@@ -94,10 +95,14 @@ def test_a_server_of_ids_gives_records_of_these_very_ids():
 @pytest.mark.parametrize("at", [0, 3, 6])
 def test_killed_at_any_ask_it_goes_on_and_asks_for_no_answer_twice(whole, at):
     """Of the ask that was under way nobody knows what became of it: that one is asked again."""
-    seed = seed_of(1, ASKS[at])
-    with server({seed: ["slow"]}, on_slow=lambda seed: child.kill()) as up:
-        child = subprocess.Popen([sys.executable, asking.__file__, up.url, "torn"], stdout=subprocess.DEVNULL)
-        assert child.wait(timeout=300) == -9 and not Path("torn/X1_test/part-000.jsonl.gz").exists()
+    seed, held = seed_of(1, ASKS[at]), []
+    with server({seed: ["slow"]}, on_slow=held.append) as up:
+        with subprocess.Popen([sys.executable, asking.__file__, up.url, "torn"], stdout=subprocess.DEVNULL) as child:
+            try:
+                until(lambda: held or child.poll() is not None)
+            finally:
+                child.kill()
+        assert child.returncode == -9 and not Path("torn/X1_test/part-000.jsonl.gz").exists()
         part = asked(up.url, "torn")
         assert sorted(seen.seed for seen in up.seen) == sorted([*SEEDS, seed])
     assert packed("torn") == whole and part.state == "made"

@@ -5,6 +5,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthesis.patience import AT_LEISURE
 
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis.budget import Budget, Spent
@@ -18,7 +19,7 @@ def cents(cost: Spent) -> tuple[int, int, int]:
     return cost.prompt_tokens + cost.completion_tokens, cost.requests, round(cost.money * 100)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(AT_LEISURE, max_examples=200)
 @given(BOUNDS, st.lists(st.tuples(COSTS, st.sampled_from(["all", "half", "again", "later"])), max_size=25))
 def test_a_ledger_of_whole_numbers_says_the_same(bounds, steps):
     tokens, requests, money = bounds

@@ -7,8 +7,9 @@ import sys
 import threading
 
 import pytest
-from synthesis.faulty_server import CALL, FOLDER, MODEL, FaultyServer
+from synthesis.faulty_server import CALL, FOLDER, MODEL, FaultyServer, nobody
 from synthesis.patience import Patience
+from waiting import PATIENCE
 
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis import faults
@@ -197,7 +198,7 @@ def test_no_more_at_once_than_wished():
         with lock:
             active[0] += 1
             most[0] = max(most[0], active[0])
-        gate.wait(120)
+        gate.wait(PATIENCE)
         with lock:
             active[0] -= 1
         return "hello"
@@ -352,15 +353,15 @@ def test_what_is_no_sglang_and_nobody_at_all():
     with FaultyServer() as server:
         with pytest.raises(UserError, match="is no SGLang 0.5.23 .*http 404"):
             SGLangEndpoint(server.url + "/x").check()
-    for kind in (SGLangEndpoint(server.url), OpenAIEndpoint(server.url + "/v1", "m", "")):
-        with pytest.raises(UserError, match=f"no server answers at {server.url}.* .no connection .*; start it"):
-            kind.check()
+    with nobody() as server:
+        for kind in (SGLangEndpoint(server.url), OpenAIEndpoint(server.url + "/v1", "m", "")):
+            with pytest.raises(UserError, match=f"no server answers at {server.url}.* .no connection .*; start it"):
+                kind.check()
 
 
 def test_nobody_there_is_a_fault_that_costs_nothing():
-    with FaultyServer() as server:
-        pass
-    found, counts = asked(openai(server, retries=2), [chat(1)])
+    with nobody() as server:
+        found, counts = asked(openai(server, retries=2), [chat(1)])
     assert (found[1].reason, found[1].retries) == ("no connection", ("no connection",) * 2)
     assert counts.spent == Spent(requests=3)
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthesis.faulty_server import CALL, FaultyServer
-from synthesis.patience import Patience
+from synthesis.patience import AT_LEISURE, Patience
+from waiting import PATIENCE, until
 
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis import endpoint as module
@@ -88,7 +89,7 @@ def check_sums(counts, answers, server, budget) -> None:
 
 
 @pytest.mark.parametrize("api", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(AT_LEISURE, max_examples=25)
 @given(data=st.data())
 def test_any_faults(api, data):
     """Each ask comes to what the table says; a talk's next turn and a failed ask's next attempt are asked too."""
@@ -118,7 +119,7 @@ def test_any_faults(api, data):
 
 
 @pytest.mark.parametrize("api", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(AT_LEISURE, max_examples=25)
 @given(data=st.data())
 def test_any_faults_on_any_budget(api, data):
     """No bound is passed; what was skipped would not have fitted; with more, the next start asks only for that."""
@@ -179,7 +180,7 @@ def bent(value, path: tuple, new):
 
 
 @pytest.mark.parametrize("api", KINDS)
-@settings(max_examples=300, deadline=None)
+@settings(AT_LEISURE, max_examples=300)
 @given(data=st.data())
 def test_whatever_json_comes_is_an_answer_or_a_fault(api, data):
     """Nothing else is raised, and what is made of it can be written down."""
@@ -202,7 +203,7 @@ def test_whatever_json_comes_is_an_answer_or_a_fault(api, data):
 
 
 @given(st.text(max_size=300), st.sampled_from((200, 400, 403, 429, 500)))
-@settings(max_examples=100, deadline=None)
+@settings(AT_LEISURE, max_examples=100)
 def test_whatever_text_comes_is_told_in_a_line(text, status):
     fault = faults.of_status(status, text, {"retry-after": text}, 0.0, "a-key-of-ours")
     assert len(fault.detail) <= faults.WORDS and "\n" not in fault.detail and (fault.after is None or fault.after >= 0)
@@ -278,8 +279,7 @@ def test_an_interrupt_loses_nothing_that_has_arrived():
             return result
 
         def interrupt(counts):
-            while len(arrived) < 2 or not held:
-                pass
+            until(lambda: len(arrived) == 2 and held)
             raise KeyboardInterrupt
 
         kind._one = noted
@@ -294,7 +294,7 @@ def test_a_signal_ends_the_wait_for_an_answer():
     patience, found, budget, came = Patience(), [], Budget(), threading.Event()
 
     def stop(seed):
-        came.wait()
+        came.wait(PATIENCE)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def done(ask, answer):

@@ -1,11 +1,13 @@
 """python -m sglang.launch_server, faked: the same addresses and fields, a rule for a model, and faults on demand.
 
 The text: token after token, 7 t + 3 modulo 251. A verify that stands behind token t accepts t modulo (steps + 1)
-drafts. `faults` is taken from the front, one a request: an HTTP status, "drop" (the connection), "slow", "cut" (an
-answer that ends too early), "mute" (nothing of drafts, as older versions), "die" (this request and all later ones).
+drafts. `faults` is taken from the front, one a request: an HTTP status, "drop" (the connection), "slow" (no answer for
+as long as the client waits), "cut" (an answer that ends too early), "mute" (nothing of drafts, as older versions),
+"die" (this request and all later ones).
 """
 
 import json
+import select
 import subprocess
 import sys
 import threading
@@ -83,7 +85,9 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault == "slow":
-            time.sleep(1.5)
+            select.select([self.connection], [], [], 600)  # readable once the client has closed it
+            self.close_connection = True
+            return
         if isinstance(fault, int):
             self.reply(fault, {"error": {"message": f"fault {fault}"}})
         else:

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import gone, until
 
 from eagle3nb.errors import UserError
 from eagle3nb.states import open_target, sglang_plugin, sglang_process
@@ -30,12 +31,16 @@ ROWS = [[5, 6, 7], [40], list(range(100)), [9, 9, 9, 9], [7, 8]]
 
 @pytest.fixture(scope="module", autouse=True)
 def fake(tmp_path_factory):
-    """The fake is what this process and the engine's find as sglang; states lie in a folder of the test's."""
+    """The fake is what this process and the engine's find as sglang; states lie in a folder of the test's.
+
+    No engine is ended by force because the machine stood still while it ended by itself.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FAKE))
         patch.setenv("PYTHONPATH", str(FAKE))
         patch.setenv("EAGLE3NB_SCRATCH", str(tmp_path_factory.mktemp("scratch")))
         patch.delenv("EAGLE3NB_SGLANG_PYTHON", raising=False)
+        patch.setattr(sglang_process, "GRACE", 300)
         yield
     for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
         del sys.modules[name]
@@ -50,15 +55,6 @@ def engine(fake, tiny_target):
 
 def kept(target) -> list:
     return list(target.process.folder.glob("*.safetensors"))
-
-
-def gone(pid: int, seconds: float = 15) -> bool:
-    until = time.monotonic() + seconds
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 # ------------------------------------------------------------------------------------------------ states, text
@@ -111,18 +107,27 @@ def test_a_refused_row_is_said_and_the_engine_goes_on(engine):
 
 
 def test_an_interrupted_call_leaves_nothing_to_the_next(engine):
+    """It comes while the engine is at work, whose answer is there, or still to come, when the next call is made."""
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    def during():
+        until(busy.exists)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    busy, before = engine.process.folder / "busy", signal.signal(signal.SIGUSR1, interrupt)
+    interrupting, later = threading.Thread(target=during), threading.Timer(0.2, busy.unlink)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
         with pytest.raises(KeyboardInterrupt):
+            interrupting.start()
             engine.capture([[201, 1, 2]])
+        assert busy.exists()
+        later.start()
+        (_, last), = engine.capture([[11, 12]])
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    (_, last), = engine.capture([[11, 12]])
+        interrupting.join()
+        signal.signal(signal.SIGUSR1, before)
+        busy.unlink(missing_ok=True)
     assert last[:, 0].tolist() == [22, 24] and kept(engine) == []
 
 
@@ -165,11 +170,12 @@ def test_an_engine_whose_owner_is_killed_goes_with_its_states(tiny_target):
     code = ("import sys, time\nfrom eagle3nb.states.sglang import SGLangTarget\n"
             "t = SGLangTarget(sys.argv[1], device='cpu')\n(t.process.folder / '7-0.safetensors').write_bytes(b'x')\n"
             "print(t.process.process.pid, t.process.folder, flush=True)\ntime.sleep(600)")
-    owner = subprocess.Popen([sys.executable, "-c", code, str(tiny_target)], stdout=subprocess.PIPE, text=True)
-    pid, folder = owner.stdout.readline().split()
-    child = psutil.Process(int(pid)).children()[0].pid
-    owner.kill()
-    owner.wait()
+    with subprocess.Popen([sys.executable, "-c", code, str(tiny_target)], stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            pid, folder = owner.stdout.readline().split()
+            child = psutil.Process(int(pid)).children()[0].pid
+        finally:
+            owner.kill()
     assert gone(int(pid)) and gone(child) and not Path(folder).exists()
 
 

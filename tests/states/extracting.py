@@ -4,6 +4,7 @@ One process imports everything and forks its children, each a call of `extract`;
 child logs the range of each shard as it begins to extract it: "first last pid number", one line, in one write.
 """
 
+import fcntl
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from waiting import until
 
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.errors import UserError
@@ -50,8 +52,8 @@ class Run:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its bar
             os.environ["EAGLE3NB_PROGRESS"] = str(self.folder.with_name(f"{name}.progress"))
-            while gate and not gate.exists():
-                time.sleep(0.001)
+            if gate:
+                until(gate.exists, pause=0.001)
             self.watch(name, *(hold or (0, None)))
             found = extraction.extract(Corpus.open(self.corpus), self.target, self.folder, limit=self.limit, **SETTINGS)
             self.folder.with_name(f"{name}.json").write_text(json.dumps(found))
@@ -60,16 +62,16 @@ class Run:
             traceback.print_exc()
             os._exit(1)
 
-    def watch(self, name: str, most: int, until: Path | None) -> None:
-        """Log each shard that is begun, and take `pause` more for each; at the `most`-th, wait for `until`."""
+    def watch(self, name: str, most: int, go_on: Path | None) -> None:
+        """Log each shard that is begun, and take `pause` more for each; at the `most`-th, wait for `go_on`."""
         real, log, mine = extraction.shard, os.open(self.log, os.O_WRONLY | os.O_APPEND), []
 
         def shard(corpus, target, first, last, *rest):
             os.write(log, f"{first} {last} {name}\n".encode())
             mine.append(first)
             time.sleep(self.pause)
-            while len(mine) == most and not until.exists():
-                time.sleep(0.001)
+            if len(mine) == most:
+                until(go_on.exists, pause=0.001)
             return real(corpus, target, first, last, *rest)
 
         extraction.shard = shard
@@ -85,13 +87,18 @@ class Run:
             return set()
 
     def claimed(self, shard: tuple[int, int]) -> bool:
-        return (self.folder / f"{shard_name(*shard)}.claim").exists()
-
-    def wait(self, condition, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.0005)
+        """Whether a process has the shard's claim: the lock, since the file may stand without it for a moment."""
+        try:
+            handle = os.open(self.folder / f"{shard_name(*shard)}.claim", os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
 
 
 def ended(child: int) -> int:
@@ -125,12 +132,13 @@ def killed(target, corpus: Path, folder: Path) -> None:
     assert len(ranges) > 2 * KILLS
     rng = np.random.default_rng(int(os.environ.get("SEED", "0")))
     run, lost, points = Run(target, corpus, folder / "killed"), [], []
-    # Each after so many shards stand (none, up to all but a few), and then at any moment of the next two.
+    # Each after so many shards stand (none, up to all but a few), and then at any moment of the next two. None comes
+    # further than that and two more, however long we stood still meanwhile.
     for number, after in enumerate(np.sort(rng.integers(0, len(ranges) - 3, KILLS))):
         before, wait = len(run.begun()), rng.uniform(0, 2 * a_shard)
-        child = run.child(f"killed-{number}")
-        run.wait(lambda after=after: sum(1 for _ in run.folder.glob("shard-*.safetensors")) >= after)
-        time.sleep(wait)
+        child = run.child(f"killed-{number}", hold=(after + 4 - len(run.done()), folder / "never"))
+        until(lambda after=after: sum(1 for _ in run.folder.glob("shard-*.safetensors")) >= after, pause=0.0005)
+        time.sleep(min(wait, 10))
         os.kill(child, signal.SIGKILL)
         assert ended(child) == -signal.SIGKILL
         begun, done = [r for r, _ in run.begun()[before:]], run.done()
@@ -153,7 +161,7 @@ def shared(target, corpus: Path, folder: Path) -> None:
     both = folder / "both"
     children = [run.child(name, gate, (2, both)) for name in ("a", "b")]
     gate.touch()
-    run.wait(lambda: {name for _, name in run.begun()} == {"a", "b"})
+    until(lambda: {name for _, name in run.begun()} == {"a", "b"}, pause=0.0005)
     both.touch()
     assert [ended(child) for child in children] == [0, 0]
     begun = run.begun()
@@ -179,7 +187,7 @@ def one_killed(target, corpus: Path, folder: Path) -> None:
     dead = folder / "dead"  # the victim does not outrun its end, nor the other take all before it
     victim, other = (run.child(name, gate, (most, dead)) for name, most in (("victim", 5), ("other", 2)))
     gate.touch()
-    run.wait(lambda: sum(name == "victim" for _, name in run.begun()) >= 5)
+    until(lambda: sum(name == "victim" for _, name in run.begun()) >= 5, pause=0.0005)
     os.kill(victim, signal.SIGKILL)
     assert ended(victim) == -signal.SIGKILL
     dead.touch()
@@ -201,18 +209,18 @@ def stopped(target, corpus: Path, folder: Path) -> None:
         run = Run(target, corpus, folder / how.name, FEW, PAUSE)
         awake = folder / f"{how.name}.awake"
         sleeper = run.child("sleeper", hold=(6, awake))
-        run.wait(lambda run=run: len(run.begun()) >= 4)
-        held = []
+        until(lambda run=run: len(run.begun()) >= 4, pause=0.0005)
+        held, pause, told = [], 0.003, folder / "other.progress"
         while not held or (run.folder / "manifest.json.claim").exists():  # whoever holds that stops all others
             os.kill(sleeper, signal.SIGCONT)
-            time.sleep(0.003)
+            time.sleep(pause)  # longer each time: a busy machine may not come to it at once
             os.kill(sleeper, signal.SIGSTOP)
             os.waitpid(sleeper, os.WUNTRACED)
-            held = [r for r in ranges if run.claimed(r) and r not in run.done()]
-        other, told = run.child("other"), folder / "other.progress"
+            held, pause = [r for r in ranges if run.claimed(r) and r not in run.done()], min(1.2 * pause, 10)
         told.unlink(missing_ok=True)
-        run.wait(lambda run=run, held=held: len(run.done()) == len(whole.shards) - len(held))
-        run.wait(lambda told=told: told.exists() and "waits for other processes" in told.read_text())
+        other = run.child("other")
+        until(lambda run=run, held=held: len(run.done()) == len(whole.shards) - len(held), pause=0.0005)
+        until(lambda told=told: told.exists() and "waits for other processes" in told.read_text(), pause=0.0005)
         assert held and os.waitpid(other, os.WNOHANG) == (0, 0)
         awake.touch()
         os.kill(sleeper, how)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import shards
 import torch
+import waiting
 
 from eagle3nb.errors import UserError
 from eagle3nb.states import manifest as manifests
@@ -168,35 +169,52 @@ def kill_everywhere(folder: Path) -> None:
 
 
 def together(folder: Path) -> None:
-    """Four processes on one folder from its first moment on, two of them killed on the way."""
+    """Four processes on one folder from its first moment on, two of them killed on the way.
+
+    However the machine shares its time out, each has its part and none of the two outruns its end: after their first
+    shard all wait until each has one, and two wait at their 5th, two at their 10th, until both are killed. That leaves
+    shards enough for each to come so far.
+    """
     rows, ranges = 60, [(i, i + 1) for i in range(0, 60, 2)]
     expected = whole(folder / "whole", rows, ranges)
-    here, log, gate = folder / "shared", folder / "log", folder / "gate"
+    here, log, gate, all_four, dead = (folder / name for name in ("shared", "log", "gate", "all", "dead"))
+    log.touch()
 
-    def work(number):
-        while not gate.exists():
-            time.sleep(0.001)
-        writer = opened(here, rows)
+    def work(number, most):
+        waiting.until(gate.exists, pause=0.001)
+        writer, made = opened(here, rows), 0
         writer.write_head(shards.head())
         for first, last in ranges[number:] + ranges[:number]:
             with writer.claim(first, last) as mine:
-                if mine:
-                    time.sleep(0.004)
-                    writer.write(first, last, shards.shard(first, last, rows))
-                    with open(log, "a") as handle:
-                        handle.write(f"{first} {os.getpid()}\n")
+                if not mine:
+                    continue
+                made += 1
+                if made == most:
+                    waiting.until(dead.exists, pause=0.001)
+                time.sleep(0.004)
+                writer.write(first, last, shards.shard(first, last, rows))
+                with open(log, "a") as handle:
+                    handle.write(f"{first} {os.getpid()}\n")
+            if made == 1:
+                waiting.until(all_four.exists, pause=0.001)
 
-    children = [forked(lambda number=number: work(number)) for number in (0, 2, 11, 20)]
+    def logged() -> list[list[str]]:
+        return [line.split() for line in log.read_text().splitlines()]
+
+    children = [forked(lambda number=number, most=most: work(number, most))
+                for number, most in ((0, 5), (2, 10), (11, 5), (20, 10))]
     gate.touch()
+    waiting.until(lambda: len(logged()) == 4, pause=0.001)
+    all_four.touch()
     for child, after in ((children[0], 6), (children[2], 14)):
-        while log.read_text().count("\n") < after if log.exists() else True:
-            time.sleep(0.001)
+        waiting.until(lambda after=after: len(logged()) >= after, pause=0.001)
         os.kill(child, signal.SIGKILL)
+    dead.touch()
     statuses = [ended(child) for child in children]
     assert statuses == [-9, 0, -9, 0], statuses
     left = complete(here, rows, ranges)
     assert len(left) <= 2, left  # what the killed were at, if the others had gone past it by then
-    by = [line.split() for line in log.read_text().splitlines()]
+    by = logged()
     assert len(by) == len({first for first, _ in by})  # nothing was written twice
     assert len({process for _, process in by}) == 4
     store = Store.open(here)

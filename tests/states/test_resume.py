@@ -1,5 +1,6 @@
 """Extractions that are killed, share a folder, or wait: each ends with the store of an undisturbed one."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ def rows(tmp_path_factory):
 
 def run(scenarios, *arguments) -> None:
     script = Path(__file__).with_name("extracting.py")
-    done = subprocess.run([sys.executable, script, *arguments, *scenarios], capture_output=True, text=True, timeout=300)
+    paths = [str(script.parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    done = subprocess.run([sys.executable, script, *arguments, *scenarios], capture_output=True, text=True, timeout=840,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 

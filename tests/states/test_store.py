@@ -439,20 +439,24 @@ def test_killed_at_random_moments_the_store_ends_the_same(corpus, target, tiny_t
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as parent:
         rng, killed, counts = np.random.default_rng(1), 0, []
         assert parent.stdout.readline() == "ready\n"
-        for attempt in range(40):
-            parent.stdin.write("go\n")
-            parent.stdin.flush()
-            child = int(parent.stdout.readline())
-            if attempt < 8:
-                time.sleep(rng.uniform(0, took / 3))
-                with suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            status = int(parent.stdout.readline())
-            killed += status == signal.SIGKILL
-            manifest = tmp_path / "killed" / "manifest.json"
-            counts.append(len(json.loads(manifest.read_text())["shards"]) if manifest.exists() else 0)
-            if status == 0:
-                break
+        while killed < 3 and took > 1e-3:  # one that ended sooner than it took above: anew, with kills sooner still
+            shutil.rmtree(tmp_path / "killed", ignore_errors=True)
+            killed, counts = 0, []
+            for attempt in range(40):
+                parent.stdin.write("go\n")
+                parent.stdin.flush()
+                child = int(parent.stdout.readline())
+                if attempt < 8:
+                    time.sleep(rng.uniform(0, took / 3))
+                    with suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                status = int(parent.stdout.readline())
+                killed += status == signal.SIGKILL
+                manifest = tmp_path / "killed" / "manifest.json"
+                counts.append(len(json.loads(manifest.read_text())["shards"]) if manifest.exists() else 0)
+                if status == 0:
+                    break
+            took /= 2
         parent.stdin.close()
     assert killed >= 3 and counts == sorted(counts) and counts[-1] == len(whole.shards)
     store = Store.open(tmp_path / "killed")

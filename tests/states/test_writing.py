@@ -44,7 +44,7 @@ def test_processes_that_die_or_meet(scenario, tmp_path):
     paths = [str(tests), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, tests / "states" / "processes.py", scenario, tmp_path], text=True,
-                          capture_output=True, env=environment, timeout=120, check=False)
+                          capture_output=True, env=environment, timeout=840, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

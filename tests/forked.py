@@ -7,7 +7,6 @@ Each runs drafter.train.main as torchrun would start it, on the synthetic store 
 
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from ports import free_port
 
 from eagle3nb.drafter import train as training
 from eagle3nb.drafter.curves import read_metrics
@@ -33,7 +33,7 @@ def scenarios(folder: Path, *names: str) -> None:
     """Run from a test: the scenarios, one after the other, in a process of its own."""
     module = Path(sys._getframe(1).f_code.co_filename).stem
     done = subprocess.run([sys.executable, __file__, folder, module, *names], capture_output=True, text=True,
-                          timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                          timeout=850, env=os.environ | {"OMP_NUM_THREADS": "1"})
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
 
@@ -59,9 +59,7 @@ class Trainings:
         if not (drafter / "vocabulary.json").is_file():
             write_json(drafter / "vocabulary.json", {"ids": list(range(97))})
         write_json(drafter / "settings.json", {"drafter": str(drafter), **DEFAULTS, **changes})
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         log = os.open(drafter / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         children = [self.child(drafter, rank, size, port, log, before, after, prepare, store or self.store)
                     for rank in range(size)]

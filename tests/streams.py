@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ import numpy as np
 import tiny
 import torch
 from forked import flat
+from waiting import PATIENCE
 
 from eagle3nb.corpus.merged import Corpus
 from eagle3nb.drafter import train as training
@@ -78,7 +79,7 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(ended[1])
         return self.returncode
 
-    def wait(self, timeout=60):
+    def wait(self, timeout=PATIENCE):
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -94,18 +95,25 @@ class Forked:
 
 @contextmanager
 def watched(folder: Path):
-    """Yields a list: bytes of all shards and heads below the folder, whole or being written, a look a millisecond."""
+    """Yields a list: bytes of all shards and heads below the folder, whole or being written, a look a millisecond. The
+    last look comes after the block."""
     sizes, ended = [], threading.Event()
 
+    def total() -> int:
+        found = 0
+        for file in folder.rglob("*.safetensors*"):
+            with suppress(FileNotFoundError):
+                found += file.stat().st_size
+        return found
+
     def look():
-        while not ended.is_set():
-            total = 0
-            for file in folder.rglob("*.safetensors*"):
-                try:
-                    total += file.stat().st_size
-                except FileNotFoundError:
-                    continue
-            sizes.append(total)
+        last = False
+        while not last:
+            last = ended.is_set()
+            try:
+                sizes.append(total())
+            except FileNotFoundError:  # a folder went while it was read
+                last = False
             time.sleep(0.001)
 
     thread = threading.Thread(target=look)
@@ -129,10 +137,3 @@ def assert_alike(lines, others, tolerance):
             for key in set(one) - {"kind", *TIMES}:
                 np.testing.assert_allclose(flat(one[key]), flat(other[key]), rtol=tolerance,
                                            err_msg=f"{kind} {one['step']} {key}")
-
-
-def until(condition, seconds=90.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing came of it"
-        time.sleep(0.01)

@@ -2,16 +2,16 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
 import nbformat
 import pytest
+import waiting
 import workplace
+from ports import free_port
 
 from eagle3nb.files import read_json
 from eagle3nb.record import figures, report, tables
@@ -43,9 +43,7 @@ def address(browser, project, tmp_path_factory):  # `browser` first: without one
     """A server on a free port; its settings, workspaces and runtime files lie in a folder of their own."""
     import lab
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     place = tmp_path_factory.mktemp("jupyter")
     names = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime",
              "JUPYTERLAB_WORKSPACES_DIR": "workspaces", "JUPYTERLAB_SETTINGS_DIR": "settings", "IPYTHONDIR": "ipython"}
@@ -55,21 +53,21 @@ def address(browser, project, tmp_path_factory):  # `browser` first: without one
         server = subprocess.Popen(lab.command(options, project), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                                   env=lab.surroundings() | {name: str(place / to) for name, to in names.items()})
     url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
+
+    def answers() -> bool:
         try:
-            urllib.request.urlopen(f"{url}/api?token={TOKEN}", timeout=10).close()
-            break
+            urllib.request.urlopen(f"{url}/api?token={TOKEN}", timeout=60).close()
         except OSError:
             assert server.poll() is None, (place / "log").read_text()[-2000:]
-            time.sleep(0.5)
-    else:
-        server.kill()
-        pytest.fail("JupyterLab did not answer within five minutes: " + (place / "log").read_text()[-2000:])
-    yield url
-    server.terminate()  # it ends its kernels
+            return False
+        return True
+
     try:
-        server.wait(60)
-    except subprocess.TimeoutExpired:
+        waiting.until(answers, pause=0.5)
+        yield url
+        server.terminate()  # it ends its kernels
+        server.wait(waiting.PATIENCE)
+    finally:
         server.kill()
         server.wait()
 
@@ -77,7 +75,7 @@ def address(browser, project, tmp_path_factory):  # `browser` first: without one
 @pytest.fixture(scope="module")
 def window(browser, address):
     context = browser.new_context(viewport={"width": 1400, "height": 900})
-    context.set_default_timeout(120_000)
+    context.set_default_timeout(1000 * waiting.PATIENCE)
     page = context.new_page()
     page.goto(f"{address}/lab?token={TOKEN}")
     page.wait_for_selector(".jp-LauncherCard")
@@ -135,7 +133,7 @@ def put(address: str, path: str) -> int:
     request = urllib.request.Request(f"{address}/api/contents/{path}", json.dumps(model).encode(), method="PUT",
                                      headers={"Authorization": f"token {TOKEN}"})
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=waiting.PATIENCE) as answer:
             return answer.status
     except urllib.error.HTTPError as refused:
         return refused.code

@@ -19,7 +19,7 @@ def test_the_notebooks_run_from_top_to_bottom_where_lab_runs_them(tmp_path, tiny
     before = {path.name: path.read_bytes() for path in (project / "notebooks").iterdir()}
     for stem in STEMS:
         book = nbformat.read(project / "notebooks" / f"{stem}.ipynb", as_version=4)
-        client = NotebookClient(book, kernel_name="python3", timeout=600, startup_timeout=180, iopub_timeout=120,
+        client = NotebookClient(book, kernel_name="python3", timeout=600, startup_timeout=600, iopub_timeout=600,
                                 resources={"metadata": {"path": str(project / "notebooks")}})
         client.execute()  # raises where a cell does
         twin = read_json(project / "outputs/t" / f"{stem}.json")

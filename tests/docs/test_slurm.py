@@ -3,10 +3,11 @@
 import os
 import signal
 import subprocess
-import time
+from pathlib import Path
 
 import pages
 import world as worlds
+from waiting import until
 
 RUN = "trap 'echo ended >> ended; exit 1' TERM\n: > started\nwhile :; do read -rt 1 <> <(:) || :; done"
 
@@ -26,14 +27,19 @@ def started(made, run: str) -> tuple[subprocess.Popen, dict]:
     surroundings = {"PATH": str(made.folder / "bin"), "HOME": str(made.folder / "home"), "SLURM_JOB_ID": "7",
                     "SLURM_SUBMIT_DIR": str(made.project)}
     process = subprocess.Popen([made.bash, "job.sbatch"], cwd=made.project, env=surroundings)
-    while not (made.project / "started").exists() and process.poll() is None:
-        time.sleep(0.05)
+    until(lambda: (made.project / "started").exists() or process.poll() is not None)
     return process, surroundings
+
+
+def catches(pid: int, number: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return bool(int(next(line.split()[1] for line in lines if line.startswith("SigCgt:")), 16) >> (number - 1) & 1)
 
 
 def test_out_of_time_it_ends_the_run_and_asks_to_be_requeued(base, tmp_path):
     made = worlds.World(base, tmp_path / "w")
     process, _ = started(made, RUN)
+    until(lambda: catches(process.pid, signal.SIGUSR1))  # its trap comes a line after the run's start
     os.kill(process.pid, signal.SIGUSR1)
     assert process.wait(600) == 0
     assert (made.project / "ended").read_text() == "ended\n"

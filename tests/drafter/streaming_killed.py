@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import streams
+from waiting import gone, until
 
 from eagle3nb.drafter import streaming
 from eagle3nb.drafter import train as training
@@ -51,21 +53,39 @@ def ended(process: psutil.Process) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
 
 
+def reached(metrics: Path) -> int:
+    """The last step of which metrics tell; 0 before there are any."""
+    return max((line["step"] for line in read_metrics(metrics)), default=0)
+
+
+def await_step(process: psutil.Process, metrics: Path, step: int) -> None:
+    """Until training has come so far, or has ended."""
+    try:
+        until(lambda: reached(metrics) >= step or process.status() == psutil.STATUS_ZOMBIE)
+    except AssertionError:
+        process.kill()
+        raise
+
+
 def main(folder: Path, kills: int = 20, seed: int = 0) -> None:
+    """A kill comes so many steps after the last one, and so long after that step as a step or a start may take: by the
+    clock alone, a machine of changing speed would kill before anything is done, or never."""
     rng, world = np.random.default_rng(seed), streams.make_world(folder, 60)
     world.begin("states", keep_bytes=KEEP)
-    began = time.monotonic()
     assert ended(train(world, "whole")) == 0
-    usual = time.monotonic() - began
+    whole = read_metrics(folder / "whole" / "metrics.jsonl")
     shutil.rmtree(folder / "states" / "kept")  # it is to be killed too
-    steps, victims = [], []
+    steps, victims, finished, metrics = [], [], 0, folder / "killed" / "metrics.jsonl"
     with streams.watched(folder / "states") as sizes:
-        while len(victims) < kills:
+        while len(victims) < kills and finished < 5:
+            before, more = reached(metrics), int(rng.integers(0, whole[-1]["step"] // 8))
             process = train(world, "killed")
-            time.sleep(rng.uniform(0, 0.25 * usual))
+            await_step(process, metrics, before + more)
+            time.sleep(rng.uniform(0, 0.05 if more else 1.5))
             feeders = process.children()
             if feeders and rng.random() < 0.5:
-                feeders[0].kill()
+                with suppress(psutil.NoSuchProcess):
+                    feeders[0].kill()
                 victims.append("feeder")
                 code = ended(process)
                 assert code in (0, 1), code  # 0: it had made all that was needed
@@ -75,15 +95,18 @@ def main(folder: Path, kills: int = 20, seed: int = 0) -> None:
                 victims.append("training")
                 code = ended(process)
                 if rng.random() < 0.5:  # else the next one meets the old feeder, which ends in its own time
-                    assert not psutil.wait_procs(feeders, timeout=5)[1]
-            lines = read_metrics(folder / "killed" / "metrics.jsonl")
-            steps.append(lines[-1]["step"] if lines else 0)
+                    assert all(gone(feeder.pid) for feeder in feeders)
+            steps.append(reached(metrics))
+            lines = read_metrics(metrics)
             if code == 0 or code == -signal.SIGKILL and lines and lines[-1]["kind"] == "end":
-                break
+                if len(victims) > 3 and len(set(victims)) == 2 and len(set(steps)) > 2:
+                    break
+                finished += 1  # too early: once more from the beginning
+                streams.assert_alike(lines, whole, 1e-6)
+                shutil.rmtree(folder / "killed")
         assert ended(train(world, "killed")) == 0
-    whole, killed = (read_metrics(folder / name / "metrics.jsonl") for name in ("whole", "killed"))
-    print(f"{usual:.1f} s undisturbed; {victims}; at steps {steps} of {whole[-1]['step']}; {max(sizes)} bytes at most")
-    streams.assert_alike(killed, whole, 1e-6)
+    print(f"{victims}; at steps {steps} of {whole[-1]['step']}; {max(sizes)} bytes at most")
+    streams.assert_alike(read_metrics(metrics), whole, 1e-6)
     assert max(sizes) <= KEEP and not (folder / "states" / "ahead").exists()
     assert len(victims) > 3 and len(set(victims)) == 2 and len(set(steps)) > 2, (victims, steps)
 

@@ -1,25 +1,26 @@
 """The training process seen from a notebook: a real store on disk, a real subprocess, and what is left of it."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from ports import free_port
 from transformers import LlamaConfig, LlamaForCausalLM
+from waiting import PATIENCE, gone, until
 
 from eagle3nb.drafter.curves import read_metrics
 from eagle3nb.drafter.elastic import ended
 from eagle3nb.drafter.initialise import target_weights
-from eagle3nb.drafter.launch import failure, launch
+from eagle3nb.drafter.launch import failure, launch, stop
 from eagle3nb.drafter.model import DraftModel
 from eagle3nb.drafter.settings import Machines, Settings
 from eagle3nb.drafter.train import train
@@ -100,13 +101,6 @@ def kernel(root, name, **changes) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ)
 
 
-def until(condition, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing came of it"
-        time.sleep(0.1)
-
-
 def test_it_ends_with_the_process_that_started_it(folders):
     """A notebook's kernel that is killed: its training is gone soon after, and what it left can be resumed."""
     parent = kernel(folders, "orphan", epochs=3000)
@@ -117,8 +111,7 @@ def test_it_ends_with_the_process_that_started_it(folders):
     finally:
         parent.kill()
         parent.wait()
-    gone, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive and (folders / "orphan" / "settings.json").is_file()
+    assert gone(children[0].pid) and (folders / "orphan" / "settings.json").is_file()
 
 
 def test_torchrun_starts_again_and_ends_with_the_kernel(folders):
@@ -142,11 +135,13 @@ def test_torchrun_starts_again_and_ends_with_the_kernel(folders):
     finally:
         parent.kill()
         parent.wait()
-    assert not psutil.wait_procs([agent, *first, *second], timeout=60)[1]
+    assert all(gone(process.pid) for process in (agent, *first, *second))
 
 
-def test_an_interrupt_saves_what_several_have_done(folders):
+def test_an_interrupt_saves_what_several_have_done(folders, monkeypatch):
     """And one process alone goes on with it."""
+    monkeypatch.setattr("eagle3nb.drafter.launch.stop", partial(stop, patience=PATIENCE))
+
     def interrupt(lines):
         if lines[-1]["step"] > 3:
             raise KeyboardInterrupt
@@ -185,9 +180,7 @@ def test_the_line_of_a_failure(tmp_path):
 
 def test_two_machines_are_one_training(folders):
     """One process each, the second with a disk of its own, on which it needs nothing and leaves nothing."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{free.getsockname()[1]}"
+    where = f"127.0.0.1:{free_port()}"
     settings = [settings_for(folders, name, accumulate=3) for name in ("alone", "here", "elsewhere")]
     with ThreadPoolExecutor(2) as machines:
         both = [machines.submit(launch, settings[1 + rank], range(97), machines=Machines(

@@ -29,13 +29,18 @@ out.write_text((stage.paths.audit / "seen.json").read_text() * copies)
 if act == "user": raise UserError("data/A2 is empty; put rows there")
 if act == "error": {}["lost"]
 if act in ("killed", "sleep"):
-    code = "import os, time, subprocess; subprocess.Popen(['sleep', '300'], start_new_session=True); time.sleep(300)"
+    code = '''import pathlib, sys, subprocess, time
+subprocess.Popen(['sleep', '900'], start_new_session=True)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(900)'''
     import subprocess, sys, os, signal, time
-    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    time.sleep(0.7)
+    both = stage.paths.run / "both"
+    both.unlink(missing_ok=True)
+    subprocess.Popen([sys.executable, "-c", code, str(both)], start_new_session=True)
+    while not both.exists(): time.sleep(0.05)
     (stage.paths.run / "kernel").write_text(str(os.getpid()))
     if act == "killed": os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(300)"""
+    time.sleep(900)"""
 OPENING = """from eagle3nb import record
 from eagle3nb.errors import UserError
 from eagle3nb.files import resolve, write_json

@@ -11,11 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import PATIENCE, until
 
 from eagle3nb.cli import main
 from eagle3nb.files import write_json
@@ -221,10 +221,12 @@ def start_sleeper(root: Path, *more: str) -> subprocess.Popen:
     ready.unlink(missing_ok=True)
     runner = subprocess.Popen([sys.executable, "-m", "eagle3nb", *MERGE, "-p", "act", "sleep", *more],
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 300
-    while not ready.exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert ready.exists() and len(alive()) >= 4  # runner, papermill, kernel, what the cell started
+    try:
+        until(lambda: ready.exists() or runner.poll() is not None)
+        assert ready.exists() and len(alive()) >= 5  # runner, papermill, kernel, what the cell started and that started
+    except BaseException:
+        runner.kill()
+        raise
     return runner
 
 
@@ -235,7 +237,7 @@ def test_sigterm_ends_the_run_and_status_follows_it(finished, capfd):
     assert main([*MERGE]) == 2  # the run is locked
     assert "run mini is under way already" in capfd.readouterr().err
     runner.send_signal(signal.SIGTERM)
-    _, err = runner.communicate(timeout=90)
+    _, err = runner.communicate(timeout=PATIENCE)
     assert runner.returncode == 1 and "2 merge failed: ended by SIGTERM" in err and "Traceback" not in err
     assert twin(finished, "2_merge")["error"] == "ended by SIGTERM" and alive() == []
     assert main(["status", "mini"]) == 0  # no run: says where it stands and ends
@@ -245,11 +247,9 @@ def test_sigterm_ends_the_run_and_status_follows_it(finished, capfd):
 def test_a_killed_runner_takes_its_kernel_along_and_the_next_run_mends(finished, capfd):
     runner = start_sleeper(finished)
     runner.kill()
-    runner.communicate(timeout=30)
-    until = time.monotonic() + 60
-    while alive() and time.monotonic() < until:
-        time.sleep(0.2)
-    assert alive() == [] and twin(finished, "2_merge")["status"] == "failed"
+    runner.communicate(timeout=PATIENCE)
+    until(lambda: alive() == [])
+    assert twin(finished, "2_merge")["status"] == "failed"
     page = finished / "outputs/mini/2_merge.html"  # nobody was left to write it: it was retired at the start
     assert "has not ended yet" in page.read_text() and not page.with_suffix(".ipynb").exists()
     assert main(MERGE) == 0 and "✔ ok" in page.read_text()

@@ -228,13 +228,15 @@ import sys, pathlib, made_runs
 from eagle3nb.record import index
 root = pathlib.Path.cwd()
 for i in range(4):
+    if i == 2:
+        sys.stdin.read()
     index.write_index(made_runs.make(root, f"{sys.argv[1]}-{i}", stages=("audit",)))
 """
 
 
 def test_several_runs_at_once_lose_no_row_and_tear_nothing(root):
     """Whoever writes last has seen all: without the lock around reading and writing a run could be missing."""
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, name], cwd=root,
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, name], cwd=root, stdin=subprocess.PIPE,
                                 env={**os.environ, "PYTHONPATH": str(Path(made_runs.__file__).parent)})
                for name in "abc"]
     page, seen = root / "outputs/index.html", 0
@@ -242,6 +244,8 @@ def test_several_runs_at_once_lose_no_row_and_tear_nothing(root):
         if page.exists():
             assert page.read_text().rstrip().endswith("</html>")
             seen += 1
+            for writer in writers:  # each stops halfway until the page has been seen once
+                writer.stdin.close()
     assert [writer.returncode for writer in writers] == [0, 0, 0] and seen
     rows = Page(page.read_text()).rows[1:]
     assert sorted(row[0]["text"] for row in rows) == sorted(f"{name}-{i}" for name in "abc" for i in range(4))

@@ -7,7 +7,6 @@ some ten thousand drafts. The server forms batches of four requests.
 import os
 import shutil
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from waiting import gone
 
 from eagle3nb.acceptance import benchmarks, offline, pair, server, serving
 from eagle3nb.errors import UserError
@@ -155,10 +155,6 @@ def test_a_death_midway_and_nothing_left_behind(servers, demo):
     with pytest.raises(UserError, match=r"SGLang ended: Subprocess scheduler_0 .*crashed.*; 0 answers are kept"):
         serving.serve(servers.plain, demo.prompts, max_new_tokens=20, kept_dir=servers.kept["plain"])
     servers.stack.close()
-    until = time.monotonic() + 60
-    left = [process for family in families for process in family]
-    while left and time.monotonic() < until:
-        left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-        time.sleep(0.1)
-    assert not left and not servers.drafting.log.exists()
+    assert all(gone(process.pid) for family in families for process in family)
+    assert not servers.drafting.log.exists()
     servers.plain.log.unlink(missing_ok=True)

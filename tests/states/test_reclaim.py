@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from eagle3nb.errors import UserError
 from eagle3nb.files import project_root
@@ -47,7 +47,7 @@ def look(vol, *entries):
     return checked([str(e) for e in entries], protect=[vol / "data", vol / "work/corpus", vol / "work/states"])
 
 
-def run(listed, vol, timeout=60):
+def run(listed, vol, timeout=300):
     report = start(listed, vol / "work/reclaimed.json").finish(timeout)
     assert json.loads((vol / "work/reclaimed.json").read_text()) == [r for r in report if r["state"] != "absent"]
     return report
@@ -305,22 +305,47 @@ def many(folder: Path, files=10_000) -> Path:
     return folder
 
 
-def wait_for(condition, seconds=30):
-    until = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.001)
-    return value
+HELD = """
+import os, sys, time
+unlink, count = os.unlink, 0
+
+def held(path, *, dir_fd=None):
+    global count
+    if dir_fd is not None:
+        end = time.monotonic() + 300
+        while count == NUMBER and not os.path.exists(GATE) and time.monotonic() < end:
+            time.sleep(0.001)
+        count += 1
+    unlink(path, dir_fd=dir_fd)
+
+if "eagle3nb.states.deletion" in sys.orig_argv:
+    os.unlink = held
+"""
 
 
-def test_kill_9_in_the_middle_and_a_rerun(vol):
-    old = many(vol / "old")
+@pytest.fixture
+def gate(tmp_path, monkeypatch):
+    """gate(n): the file without which a deletion does not go on behind its nth file, however long we stand still."""
+    def made(number: int) -> Path:
+        place = tmp_path / "gate"
+        (tmp_path / "site").mkdir()
+        code = HELD.replace("NUMBER", str(number)).replace("GATE", repr(str(place)))
+        (tmp_path / "site/sitecustomize.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+        return place
+
+    return made
+
+
+def test_kill_9_in_the_middle_and_a_rerun(vol, gate):
+    old, opened = many(vol / "old"), gate(9_000)
     entry = f"{old} = {10_000 * 5}"
     handle = start(look(vol, entry), vol / "work/reclaimed.json")
-    [aside] = wait_for(lambda: list(vol.glob("old.*.reclaiming")))
-    wait_for(lambda: len(os.listdir(aside)) < 10_000)
+    [aside] = until(lambda: list(vol.glob("old.*.reclaiming")), pause=0.001)
+    until(lambda: len(os.listdir(aside)) < 10_000, pause=0.001)
     handle.process.kill()
     handle.process.wait()
+    opened.touch()
     left = len(os.listdir(aside))
     assert 0 < left < 10_000 and not old.exists()
     [line] = handle.report()
@@ -351,19 +376,20 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("how", ["killed", "finish"])
-def test_when_the_notebook_ends(vol, how):
+def test_when_the_notebook_ends(vol, how, gate):
     """Killed, the deletion stops with it and the log says so; after finish(0) it goes on to its end, and says that."""
-    old = many(vol / "old")
+    old, opened = many(vol / "old"), gate(9_000 if how == "killed" else 100)
     notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK, str(vol), how], stdin=subprocess.PIPE,
                                 stdout=subprocess.PIPE)
     assert notebook.stdout.readline() == b"started\n"
     if how == "killed":
-        wait_for(lambda: not old.exists())
+        until(lambda: not old.exists(), pause=0.001)
         notebook.send_signal(signal.SIGKILL)
     notebook.wait()
-    [line] = wait_for(lambda: [x for x in json.loads((vol / "log.json").read_text()) if x["state"] != "running"])
+    opened.touch()
+    [line] = until(lambda: [x for x in json.loads((vol / "log.json").read_text()) if x["state"] != "running"])
     left = list(vol.glob("old.*.reclaiming"))
-    if how == "finish" or line["state"] == "freed":  # a quick disk may have ended before the kill
+    if how == "finish":
         assert line["state"] == "freed" and line["freed"] == 50000 and not left
     else:
         assert "stopped with the notebook" in line["error"] and len(os.listdir(left[0])) * 5 + line["freed"] == 50000
@@ -372,13 +398,13 @@ def test_when_the_notebook_ends(vol, how):
     notebook.stdout.close()
 
 
-def test_the_caller_never_waits(vol):
-    listed = look(vol, f"{many(vol / 'old')} = 50000")
-    began = time.monotonic()
+def test_the_caller_never_waits(vol, gate):
+    """Neither start nor report, while the deletion stands before its first file."""
+    listed, opened = look(vol, f"{many(vol / 'old')} = 50000"), gate(0)
     handle = start(listed, vol / "work/reclaimed.json")
-    first = handle.report()
-    assert time.monotonic() - began < 2 and first[0]["state"] == "running"
-    assert handle.finish(60)[0]["state"] == "freed"
+    assert handle.report()[0]["state"] == "running" and handle.process.poll() is None
+    opened.touch()
+    assert handle.finish(300)[0]["state"] == "freed"
 
 
 def test_a_folder_that_cannot_be_emptied(vol, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,15 +127,17 @@ def test_a_real_extractions_peak(tmp_path):
 
 
 def test_probed_rate(tiny_target, monkeypatch):
+    """By a clock on which each call of the extraction takes an eighth of a second, whatever the machine does."""
     calls = []
     from eagle3nb.states import extract
 
     real = extract.shard
+    monkeypatch.setattr("eagle3nb.states.rate.time", SimpleNamespace(perf_counter=lambda: len(calls) / 8))
     monkeypatch.setattr(extract, "shard", lambda *args: calls.append(args[3] + 1) or real(*args))
     found = probe_rate(tiny_target, batch_tokens=512, row_tokens=128, seconds=0.3)
-    assert calls[0] == 1 and set(calls[1:]) == {4}  # one row warms up, then whole batches
-    assert found["tokens"] == 512 * len(calls[1:]) and 0.3 <= found["seconds"] < 10
-    assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["seconds"])
+    assert calls == [1, 4, 4, 4]  # one row warms up, then whole batches until the time is over
+    assert found["tokens"] == 512 * 3 and found["seconds"] == 0.375
+    assert found["tokens_per_s"] == pytest.approx(512 * 8) and found["load_s"] == 0.125
     once = probe_rate(tiny_target, batch_tokens=64, row_tokens=4096, supervised=0.0, seconds=0)
     assert once["tokens"] == 512  # at least one batch of one row, of the target's 512 positions
 

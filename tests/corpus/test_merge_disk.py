@@ -109,15 +109,17 @@ def test_a_file_too_large_for_the_system_is_one_line(tmp_path, write, processes)
 def test_an_error_that_the_disk_tells_while_it_flushes_is_not_lost(tmp_path, write, monkeypatch):
     """The system tells such an error once; the fsync that follows would succeed."""
     write(tmp_path / "in/A/1.jsonl", some_rows(1, 50))
+    refused = merging.threading.Event()
 
     def refuse(_):
+        refused.set()
         raise OSError(5, "Input/output error")
 
     class Slow(merging.Pool):
         def map(self, function, tasks, told):
             for result in super().map(function, tasks, told):
                 if function is merging.write_block:
-                    merging.threading.Event().wait(0.2)  # the flusher comes to its turn
+                    assert refused.wait(300)  # the flusher comes to its turn
                 yield result
 
     monkeypatch.setattr(os, "fdatasync", refuse)

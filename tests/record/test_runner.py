@@ -94,7 +94,7 @@ def test_no_record_tells_the_machine(finished):
     for path in (finished / "outputs/mini").glob("*.*"):
         text = re.sub(r"[A-Za-z0-9+/]{200,}", "", path.read_text())  # pictures may spell anything
         for secret in (str(finished), str(Path.home()), sys.prefix, "elsewhere", "/tmp/"):
-            assert secret not in text, (path.name, secret)
+            assert secret not in text or secret == "/", (path.name, secret)  # a user without a home has that
         assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text), path.name
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pages
 import world as worlds
@@ -17,7 +16,8 @@ def script(name: str) -> str:
 
 
 def started(made, run: str) -> tuple[subprocess.Popen, dict]:
-    """The script under bash, once the run in it has begun: `run` is what that does."""
+    """The script under bash, once the run in it (`run` is what that does) has begun, and bash waits for it, behind its
+    trap: so says its trace."""
     worlds.ACTIONS["eagle3nb"] = run
     try:
         made.stand_in(made.project / ".venv/bin/eagle3nb")
@@ -26,20 +26,16 @@ def started(made, run: str) -> tuple[subprocess.Popen, dict]:
     made.write_file("job.sbatch", script("one-node.sbatch"))
     surroundings = {"PATH": str(made.folder / "bin"), "HOME": str(made.folder / "home"), "SLURM_JOB_ID": "7",
                     "SLURM_SUBMIT_DIR": str(made.project)}
-    process = subprocess.Popen([made.bash, "job.sbatch"], cwd=made.project, env=surroundings)
-    until(lambda: (made.project / "started").exists() or process.poll() is not None)
+    with open(made.folder / "trace", "w+") as trace:
+        process = subprocess.Popen([made.bash, "-x", "job.sbatch"], cwd=made.project, env=surroundings, stderr=trace)
+    until(lambda: process.poll() is not None or (made.project / "started").exists()
+          and "\n+ wait " in (made.folder / "trace").read_text())
     return process, surroundings
-
-
-def catches(pid: int, number: int) -> bool:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return bool(int(next(line.split()[1] for line in lines if line.startswith("SigCgt:")), 16) >> (number - 1) & 1)
 
 
 def test_out_of_time_it_ends_the_run_and_asks_to_be_requeued(base, tmp_path):
     made = worlds.World(base, tmp_path / "w")
     process, _ = started(made, RUN)
-    until(lambda: catches(process.pid, signal.SIGUSR1))  # its trap comes a line after the run's start
     os.kill(process.pid, signal.SIGUSR1)
     assert process.wait(600) == 0
     assert (made.project / "ended").read_text() == "ended\n"

@@ -43,12 +43,16 @@ def is_starting(process: psutil.Process) -> bool:
 
 
 def end_family(mark: str, patience: float = 10.0) -> list[psutil.Process]:
-    """Kills all of them, and what they start meanwhile; returns those still there after `patience` seconds (none)."""
-    until = time.monotonic() + patience
+    """Kills all of them, and what they start meanwhile; returns those still there after `patience` seconds (none).
+
+    However long a look takes on a machine that stands still: what it found is killed, and looked for once more.
+    """
+    until, late = time.monotonic() + patience, False
     while True:
         left, open_question = family(mark)
-        if not (left or open_question) or time.monotonic() > until:
+        if not (left or open_question) or late:
             return left
+        late = time.monotonic() > until
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()

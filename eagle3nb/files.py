@@ -103,10 +103,14 @@ def _clear(path: Path) -> None:
 
 
 def _in_use(folder: Path, pid: int) -> bool:
-    """By a process that lives; or it is no folder, and so nothing of ours. Without locks the process number decides."""
+    """By a process that lives; or it is no folder, and so nothing of ours; or it went while it was looked at. Without
+    locks the process number decides."""
     if folder.is_symlink() or not folder.is_dir():
         return True
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
     try:
         locked = _lock(handle)
     finally:

@@ -23,6 +23,7 @@ from eagle3nb.files import write_json
 from eagle3nb.states.layout import MANIFEST
 
 SUFFIX = ".reclaiming"
+PATIENCE = 10.0  # seconds for the parent's last word; a fork of it that holds the pipe open would keep it for ever
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -169,9 +170,12 @@ def main(path: str) -> int:
     os.nice(19)  # of the disk's time, too, where its scheduler knows priorities
     parent, job = os.getppid(), json.loads(sys.stdin.readline())
     ended, released = threading.Event(), threading.Event()
-    threading.Thread(target=lambda: (released if sys.stdin.readline() else ended).set(), daemon=True).start()
+    reader = threading.Thread(target=lambda: (released if sys.stdin.readline() else ended).set(), daemon=True)
+    reader.start()
 
     def stopped() -> bool:
+        if os.getppid() != parent:
+            reader.join(PATIENCE)  # what the parent said before it ended may not have been read yet
         return not released.is_set() and (ended.is_set() or os.getppid() != parent)
 
     log = Log(path, [line_of(entry, "running") for entry in job])

@@ -113,9 +113,17 @@ def new_log(name: str) -> Path:
     """Where an engine's log goes; kept where it failed, the last LOGS of them."""
     log = resolve(".cache") / "sglang" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    for old in sorted(log.parent.glob("*.log"), key=lambda log: log.stat().st_mtime)[: 1 - LOGS]:
+    for old in sorted(log.parent.glob("*.log"), key=written_at)[: 1 - LOGS]:
         old.unlink(missing_ok=True)
     return log
+
+
+def written_at(file: Path) -> float:
+    """When it was written to; 0 where its owner has removed it meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def why(log: Path, found: str = "", since: int = 0) -> str:
@@ -168,8 +176,11 @@ def sockets(folder: Path) -> dict:
 
 
 def locked(folder: Path) -> int | None:
-    """A handle that holds the folder's lock; None where another process does."""
-    handle = os.open(folder, os.O_RDONLY)
+    """A handle that holds the folder's lock; None where another process does, or has removed it meanwhile."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -306,8 +306,8 @@ def many(folder: Path, files=10_000) -> Path:
 
 
 HELD = """
-import os, sys, time
-unlink, count = os.unlink, 0
+import os, sys, threading, time
+unlink, count, listen = os.unlink, 0, threading.Thread.run
 
 def held(path, *, dir_fd=None):
     global count
@@ -318,18 +318,25 @@ def held(path, *, dir_fd=None):
         count += 1
     unlink(path, dir_fd=dir_fd)
 
+def late(thread):
+    while LATE and not os.path.exists(GATE):
+        time.sleep(0.001)
+    time.sleep(LATE)
+    listen(thread)
+
 if "eagle3nb.states.deletion" in sys.orig_argv:
-    os.unlink = held
+    os.unlink, threading.Thread.run = held, late
 """
 
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """gate(n): the file without which a deletion does not go on behind its nth file, however long we stand still."""
-    def made(number: int) -> Path:
+    """gate(n): the file without which a deletion does not go on behind its nth file, however long we stand still.
+    late: how many seconds after that it listens to the one that started it; 0: from the beginning."""
+    def made(number: int, late: float = 0) -> Path:
         place = tmp_path / "gate"
         (tmp_path / "site").mkdir()
-        code = HELD.replace("NUMBER", str(number)).replace("GATE", repr(str(place)))
+        code = HELD.replace("NUMBER", str(number)).replace("GATE", repr(str(place))).replace("LATE", str(late))
         (tmp_path / "site/sitecustomize.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
         return place
@@ -363,22 +370,26 @@ def test_kill_9_in_the_middle_and_a_rerun(vol, gate):
 
 NOTEBOOK = """
 import sys
+import time
 from pathlib import Path
 from eagle3nb.states.reclaim import checked, start
 vol = Path(sys.argv[1])
 handle = start(checked([f"{vol / 'old'} = 50000"], protect=[]), vol / "log.json")
 print("started", flush=True)
-if sys.argv[2] == "finish":
+while sys.argv[2] == "finish once begun" and (vol / "old").exists():
+    time.sleep(0.001)
+if sys.argv[2].startswith("finish"):
     handle.finish(0)
     sys.exit()
 sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "finish"])
-def test_when_the_notebook_ends(vol, how, gate):
-    """Killed, the deletion stops with it and the log says so; after finish(0) it goes on to its end, and says that."""
-    old, opened = many(vol / "old"), gate(9_000 if how == "killed" else 100)
+@pytest.mark.parametrize("how, late", [("killed", 0), ("finish", 0), ("finish once begun", 1.0)])
+def test_when_the_notebook_ends(vol, how, late, gate):
+    """Killed, the deletion stops with it and the log says so; after finish(0) it goes on to its end, and says that,
+    even if it hears of it only when the notebook is gone."""
+    old, opened = many(vol / "old"), gate(9_000 if how == "killed" else 100, late)
     notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK, str(vol), how], stdin=subprocess.PIPE,
                                 stdout=subprocess.PIPE)
     assert notebook.stdout.readline() == b"started\n"
@@ -389,7 +400,7 @@ def test_when_the_notebook_ends(vol, how, gate):
     opened.touch()
     [line] = until(lambda: [x for x in json.loads((vol / "log.json").read_text()) if x["state"] != "running"])
     left = list(vol.glob("old.*.reclaiming"))
-    if how == "finish":
+    if how.startswith("finish"):
         assert line["state"] == "freed" and line["freed"] == 50000 and not left
     else:
         assert "stopped with the notebook" in line["error"] and len(os.listdir(left[0])) * 5 + line["freed"] == 50000

@@ -206,6 +206,21 @@ def test_what_ended_processes_left_is_removed_and_what_is_in_use_is_not(tmp_path
         alive.wait()
 
 
+def test_a_log_or_folder_that_its_owner_removes_meanwhile_stops_nobody(tmp_path, monkeypatch):
+    """Several engines share a folder of logs and one for states: what one saw there may be gone when it looks."""
+    monkeypatch.setattr(sglang_process, "LOGS", 2)
+    monkeypatch.setattr(sglang_process, "resolve", lambda path: tmp_path / path)
+    folder = tmp_path / ".cache/sglang"
+    folder.mkdir(parents=True)
+    old, new, gone_by_now = (folder / f"{name}.log" for name in ("old", "new", "gone"))
+    for number, log in enumerate((old, new)):
+        log.touch()
+        os.utime(log, (number, number + 1))
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([new, gone_by_now, old]))
+    assert sglang_process.new_log("x") == folder / "x.log" and [new.exists(), old.exists()] == [True, False]
+    assert sglang_process.locked(tmp_path / "gone") is None
+
+
 def test_tmpfs_is_taken_where_it_has_room(tmp_path, monkeypatch):
     monkeypatch.delenv("EAGLE3NB_SCRATCH")
     monkeypatch.setattr(sglang_process, "TMPFS", tmp_path / "shm")

@@ -1,6 +1,7 @@
 """What the extraction will cost in disk, memory and time, told from the config alone, before anything runs."""
 
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -45,8 +46,12 @@ def disk_plan(facts: TargetFacts, tokens: int, teacher_positions: int, folder: s
 
 
 def standing_bytes(folder: str | Path) -> int:
-    folder = Path(folder)
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
+    """Of the files in it. An extraction may be writing there: one that it renames meanwhile counts for nothing."""
+    folder, total = Path(folder), 0
+    for file in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def store_files(tokens: int, records: int, shard_tokens: int) -> int:

@@ -16,7 +16,7 @@ from eagle3nb.errors import UserError
 from eagle3nb.files import project_root, write_json
 from eagle3nb.states import plan, store
 from eagle3nb.states.parameters import parameters, weights_bytes
-from eagle3nb.states.plan import extraction_memory, hours, memory_needs, states_bytes, store_files
+from eagle3nb.states.plan import extraction_memory, hours, memory_needs, standing_bytes, states_bytes, store_files
 from eagle3nb.states.rate import probe_rate
 from eagle3nb.states.target import bytes_per_token, facts_of
 
@@ -169,3 +169,13 @@ def test_a_containers_limit_counts(monkeypatch, tmp_path):
     assert plan.machine_memory() == 123456
     (tmp_path / "memory.max").write_text("max\n")
     assert plan.machine_memory() > 1e8
+
+
+def test_what_stands_is_told_while_another_writes_there(tmp_path, monkeypatch):
+    (tmp_path / "shard").write_bytes(b"x" * 100)
+    (tmp_path / "folder").mkdir()
+    there = [*tmp_path.iterdir(), tmp_path / "renamed.partial"]
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(there))
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda self: self.suffix == ".partial" or is_file(self))
+    assert standing_bytes(tmp_path) == 100 and standing_bytes(tmp_path / "none") == 0

@@ -3,12 +3,14 @@
 A table's columns come with the code's names, as JSON keeps them; a reader sees words with units, shares as percent.
 """
 
+import re
 from html import escape
 
 # White letters on each have a contrast of 5 or more, whatever the page's own colour is.
 COLOUR = {"ok": "#1e7145", "failed": "#b3261e", "running": "#5c5f66"}
 WORD = {"ok": "✔ ok", "failed": "✖ failed", "running": "… running"}
 LINE = "1px solid rgba(128,128,128,0.35)"
+FRACTION = re.compile(r"-?\d{1,4}(\.\d+)?")  # as number() and percent() write it: neither 1e-05 nor 1,234
 LONG = 30  # characters from which a cell's column is kept wide enough to be read on a telephone
 
 # Words for columns whose name alone says too little; of others underscores become blanks and endings become units.
@@ -57,8 +59,24 @@ def cells(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     words = [heading(str(column), columns) for column in columns]
     forms = [percent if share else number for _, share in words]
-    shown = [[form(row.get(column)) for form, column in zip(forms, columns, strict=True)] for row in rows]
-    return [word for word, _ in words], shown
+    shown = []
+    for form, column in zip(forms, columns, strict=True):
+        values = [row.get(column) for row in rows]
+        texts = [form(value) for value in values]
+        shown.append(even(texts) if all(value is None or isinstance(value, float) for value in values) else texts)
+    return [word for word, _ in words], [list(line) for line in zip(*shown, strict=True)]
+
+
+def even(texts: list[str]) -> list[str]:
+    """A column of one kind of figure, each with the decimals of the longest, as far as number() gives them: 1.6 beside
+    1.549 becomes 1.600."""
+    most = max((len(text.partition(".")[2]) for text in texts if FRACTION.fullmatch(text)), default=0)
+
+    def padded(text: str) -> str:
+        whole = text.lstrip("-").partition(".")[0]
+        return f"{float(text):.{min(most, 4 - len(whole)) if whole != '0' else most}f}"
+
+    return [padded(text) if FRACTION.fullmatch(text) else text for text in texts]
 
 
 def percent(share) -> str:

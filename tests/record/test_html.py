@@ -144,6 +144,17 @@ def test_tables_speak_words_and_percent():
     assert text.splitlines()[1].split("  ")[1].strip() == "first drafts accepted (%)" and "25.0" in text
 
 
+def test_a_column_of_fractions_has_as_many_decimals_as_its_longest():
+    def column(*values):
+        return [texts[0] for texts in tables.cells([{"x": value} for value in values])[1]]
+
+    assert column(1.6, 1.549, None, 12.0, 123.4, 1234.5) == ["1.600", "1.549", "–", "12.00", "123.4", "1,234"]
+    assert column(-1.5, -0.25, 0.0) == ["-1.50", "-0.25", "0.00"] and column(2.0, 3.0) == ["2", "3"]
+    assert column(1e-7, 0.5, 0.25) == ["1e-07", "0.50", "0.25"]  # what needs a power of ten keeps it, and adds none
+    assert column(8192, 0.25) == ["8,192", "0.25"] and column("a", 0.5, 0.25) == ["a", "0.5", "0.25"]  # no one kind
+    assert tables.cells([]) == ([], [])
+
+
 def test_parameters_fold_to_what_was_set():
     def folded(count, changed):
         rows = [{"parameter": f"p{i}", "value": str(i), "default": "", "set": "● set" * (i < changed)}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pages import ROOT, blocks
 
-FILES = ("cat", "cp", "head", "ln", "ls", "mkdir", "seq", "tail")  # real
+FILES = ("cat", "cp", "head", "ln", "ls", "mkdir", "seq", "sleep", "tail")  # real
 NOTED = ("conda", "eagle3nb", "make", "nohup", "papermill", "pip", "python", "python3.11", "rsync", "sbatch",
          "scontrol", "squeue", "srun", "ssh", "vllm")
 ENVIRONMENT = ("EAGLE3NB_SGLANG_PYTHON", "OPENROUTER_API_KEY")
@@ -26,7 +26,8 @@ printf '\\x1e' >> {log}
 """
 ACTIONS = {
     "nohup": 'exec "$@"',
-    "scontrol": 'if [ "$1" = show ]; then printf "node0\\nnode1\\n"; fi',
+    # A line and then, in its own time, another: whoever closes the pipe after the first has it end by SIGPIPE.
+    "scontrol": 'if [ "$1" = show ]; then printf "node0\\n"; sleep 0.2; printf "node1\\n"; fi',
     "ssh": """if [ "$1" = -N ]; then exit; fi  # a tunnel alone
 cd "$HOME"; shift; exec {bash} -euc "$*
 wait\"""",

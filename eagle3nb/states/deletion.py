@@ -174,9 +174,10 @@ def main(path: str) -> int:
     reader.start()
 
     def stopped() -> bool:
-        if os.getppid() != parent:
+        orphan = os.getppid() != parent
+        if orphan:
             reader.join(PATIENCE)  # what the parent said before it ended may not have been read yet
-        return not released.is_set() and (ended.is_set() or os.getppid() != parent)
+        return not released.is_set() and (orphan or ended.is_set())
 
     log = Log(path, [line_of(entry, "running") for entry in job])
     for entry, line in zip(job, log.lines, strict=True):

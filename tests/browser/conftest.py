@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import waiting
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import workplace`, under --import-mode=importlib
 
-PATIENCE = 300_000  # milliseconds that any step may take: a slow machine is no fault
+PATIENCE = 1000 * waiting.PATIENCE  # milliseconds that any step may take: a slow machine is no fault
 
 
 def executable() -> str:

@@ -8,12 +8,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import zstandard
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
+from leisure import AT_LEISURE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-settings.register_profile("eagle3nb", deadline=None, max_examples=50,  # a busy machine is no failure
-                          suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("eagle3nb", AT_LEISURE, max_examples=50)
 settings.load_profile("eagle3nb")
 
 CHATML = (

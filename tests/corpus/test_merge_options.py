@@ -14,6 +14,7 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from leisure import AT_LEISURE
 
 from eagle3nb.corpus import index, passes
 from eagle3nb.corpus import lines as lines_module
@@ -280,7 +281,8 @@ options_of = st.fixed_dictionaries({
     "needles": st.sampled_from([None, needles([("evil", "q1", TURN[1:-1], TURN)])])})
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[
+    *AT_LEISURE.suppress_health_check, HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.integers(0, 30), options_of, mixes, st.integers(0, 2**64 - 1),
        st.sampled_from([1, 7, 90, 1000, 1 << 22]))
 def test_any_corpus_under_any_options_is_what_the_reference_makes(write, draw, count, options, mix, seed, size):

@@ -1,8 +1,9 @@
 """A project, a user's folders and the programs around them, in which the blocks of a page are run by bash.
 
-What only touches files (cp, ln, mkdir, …) is the real thing. Every other program is a stand-in on PATH, and the only
-one there: it notes its words, and does as much as the next command of the page needs (ssh and srun run what they are
-given). So a block with a program that is not known here fails. test_commands.py then judges each noted command.
+What only touches files (cp, ln, mkdir, …) or waits is the real thing. Every other program is a stand-in on PATH, and
+the only one there: it notes its words, and does as much as the next command of the page needs (ssh and srun run what
+they are given). So a block with a program that is not known here fails. test_commands.py then judges each noted
+command.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from pages import ROOT, blocks
 
-FILES = ("cat", "cp", "head", "ln", "ls", "mkdir", "seq", "sleep", "tail")  # real
+FILES = ("cat", "cp", "ln", "ls", "mkdir", "seq", "sleep", "tail")  # real
 NOTED = ("conda", "eagle3nb", "make", "nohup", "papermill", "pip", "python", "python3.11", "rsync", "sbatch",
          "scontrol", "squeue", "srun", "ssh", "vllm")
 ENVIRONMENT = ("EAGLE3NB_SGLANG_PYTHON", "OPENROUTER_API_KEY")

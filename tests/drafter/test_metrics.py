@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from leisure import AT_LEISURE
 
 from eagle3nb.drafter.metrics import TeacherPrefix, acceptance_length, chain_hits, formulas, joint_prefix, walk
 
@@ -38,7 +39,7 @@ def test_walk_refuses(arguments):
         walk(table("0000 0000"), *arguments)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(AT_LEISURE, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 30), st.floats(0.1, 0.95))
 def test_walk_is_a_server_that_drafts_token_by_token(seed, steps, answer, share):
     """An independent server: it drafts one token after another until one is wrong, then takes the bonus."""

@@ -16,11 +16,15 @@ def rows(tmp_path_factory):
     return tiny.make_corpus(tmp_path_factory.mktemp("many"), rows=80, max_seq_len=128, seed=3)
 
 
+@pytest.fixture(autouse=True)
+def siblings(monkeypatch):
+    """What a test starts finds the modules of tests/ too."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+
+
 def run(scenarios, *arguments) -> None:
     script = Path(__file__).with_name("extracting.py")
-    paths = [str(script.parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    done = subprocess.run([sys.executable, script, *arguments, *scenarios], capture_output=True, text=True, timeout=840,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    done = subprocess.run([sys.executable, script, *arguments, *scenarios], capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 

@@ -39,12 +39,11 @@ def fill(folder, dtype="bf16") -> Store:
 
 
 @pytest.mark.parametrize("scenario", ["kill_everywhere", "together", "living", "renamed", "readers"])
-def test_processes_that_die_or_meet(scenario, tmp_path):
+def test_processes_that_die_or_meet(scenario, tmp_path, monkeypatch):
     tests = Path(__file__).parents[1]
-    paths = [str(tests), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    monkeypatch.setenv("PYTHONPATH", str(tests), prepend=os.pathsep)
     done = subprocess.run([sys.executable, tests / "states" / "processes.py", scenario, tmp_path], text=True,
-                          capture_output=True, env=environment, timeout=840, check=False)
+                          capture_output=True, timeout=840, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -6,13 +6,9 @@ holds, however long the others take.
 
 import asyncio
 
-from hypothesis import HealthCheck, settings
-
 from eagle3nb.synthesis.transport import Clock
 
 NEVER = 10**6  # seconds
-# Of hypothesis: what an example, or drawing it, takes is no failure; else a stall of 30 s is one.
-AT_LEISURE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Patience:

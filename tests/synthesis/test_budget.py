@@ -5,7 +5,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthesis.patience import AT_LEISURE
+from leisure import AT_LEISURE
 
 from eagle3nb.errors import UserError
 from eagle3nb.synthesis.budget import Budget, Spent

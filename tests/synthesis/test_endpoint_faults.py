@@ -13,8 +13,9 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leisure import AT_LEISURE
 from synthesis.faulty_server import CALL, FaultyServer
-from synthesis.patience import AT_LEISURE, Patience
+from synthesis.patience import Patience
 from waiting import PATIENCE, until
 
 from eagle3nb.errors import UserError
